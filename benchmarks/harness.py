@@ -89,7 +89,7 @@ def peer_folder() -> Path:
 
 
 def peer_unless_smoke(options: argparse.Namespace, find: Callable[..., Item]) -> Item | None:
-    """What `find` returns for the peer's folder; None in a smoke run without the peer."""
+    """Result of `find` for the peer's folder; None in a smoke run without the peer."""
     try:
         return find(options.peer_dir, may_install=not options.smoke)
     except Missing:

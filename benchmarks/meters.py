@@ -61,7 +61,7 @@ class NoiseMeter:
         )
 
     def _family_s(self) -> float:
-        """With processes that have ended."""
+        """Including processes that have ended."""
         family = (self._root, *self._root.children(recursive=True))
         return float(sum(sum(each.cpu_times()[:4]) for each in family))
 

@@ -18,7 +18,7 @@ from kvolt.core.hashing import BASE_SEED, SequenceHasher, local_hashes, sequence
 
 BLOCK_SIZE = 16
 LIMIT_MS = 3.0
-"""For both identities."""
+"""Limit for each of the two identities."""
 
 
 def measure(work: Callable[[], object], rounds: int) -> list[float]:

@@ -1,31 +1,31 @@
-"""When it pays to compute prompts apart, in the twin: aggregated, P/D and conditional at equal GPUs, over 20 seeds.
+"""Conditions under which P/D pays, in the twin: aggregated, P/D and conditional on equal GPUs, over 20 seeds.
 
     python -m benchmarks.disaggregation.study             about an hour on two cores; results/study.{json,txt}
 
-Goes on where it was stopped, unless kvolt's sources have changed (rows lie in --folder, KVOLT_BENCH). Times are
-virtual: the machine may be busy with other things, which only makes it slower.
+Continues an interrupted run unless kvolt's sources have changed (rows are kept in --folder, KVOLT_BENCH). Times are
+virtual: other load on the machine changes only the duration of the study.
 
 Cluster: 2 or 4 workers of one GPU, the timing of an H200 with an 8B model, blocks of 64 tokens, 8,192 each, KV between
-workers at 25 GB/s. Prompts of 512, 4,096 and 16,384 tokens, of which 0, 50 and 90 % are one of eight groups' and there
-already; answers of 200 tokens on average; random arrivals.
+workers at 25 GB/s. Prompts of 512, 4,096 and 16,384 tokens, of which 0, 50 and 90 % are a cached prefix of one of eight
+groups; answers of 200 tokens on average; random arrivals.
 
 Limits: the first token within 0.2, 0.6 and 2.5 s by length of prompt, and 20 ms between tokens on average. Load: for
 each cell, the highest rate at which 90 % of the requests keep both, found by bisection to 5 % for aggregated and for
 every split into prefill and decode workers; the highest of these is 100 %. The best split is that of P/D and of
-conditional. `P/D` computes every prompt apart of which a decode worker lacks more than a block, which with 512 tokens
-and 90 % hits is none that was seen before; `conditional` is the default of `kvolt` with these limits as targets.
+conditional. `P/D` sends a prompt to a prefill worker if a decode worker lacks more than one block of it (with 512
+tokens and 90 % hits: no prompt seen before); `conditional` is the default of `kvolt` with these limits as targets.
 
 A run is 6 s of arrivals, half of which are not measured, but at least 120 requests; the same for all systems and for
-the search. That is short: answers take some seconds, so that what comes fastest is measured while it still grows, and
-rates are above those that could be kept for long. Tokens/s are those of the measured seconds: where answers take
-longer, more of them are still under way at the end.
+the search. That is short: answers take some seconds, so that high rates are measured before the load is stationary and
+exceed sustainable rates. Tokens/s count the measured seconds only: where answers take longer, more of them are
+unfinished at the end.
 
-How conditional prices an answer by a prefill worker was chosen among four variants, on four of these cells (4 workers,
-4,096 and 16,384 tokens, 0 and 50 % hits), and when it splits prompts (`journey/promise.py`) among six, on nine of them,
-at full load with four other seeds. It learns rates and lengths over seconds, of which a run has few.
+Conditional's cost of an answer by a prefill worker was selected among four variants, on four of these cells (4 workers,
+4,096 and 16,384 tokens, 0 and 50 % hits), and its rule for remote prefill (`journey/slo_gate.py`) among six, on nine of
+them, at full load with four other seeds. It learns rates and lengths over seconds, of which a run has few.
 
-Seed: all arrivals, lengths and groups, the same for the three systems, and every draw of network and router. Intervals
-are 95 % ones of the mean over seeds (Student's t); ratios are taken seed by seed.
+A seed determines all arrivals, lengths and groups, the same for the three systems, and all random numbers of network
+and router. Intervals are 95 % confidence intervals of the mean over seeds (Student's t); ratios are per seed.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def _workers(num_workers: int, rows: Rows[Row], rates: Mapping[Cell, Rates]) -> 
 
 
 def _better(systems: Mapping[str, Rows[Row]], figure: Figure) -> str:
-    """Of the two that always do the same, by the mean over these very seeds."""
+    """The better of the two fixed modes, by the mean over the same seeds."""
     return max((AGGREGATED, SPLIT), key=lambda name: systems[name].fold(figure).mean)
 
 

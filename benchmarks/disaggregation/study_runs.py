@@ -179,11 +179,11 @@ def _tokens_between(sample: Sample, start_s: float, end_s: float) -> float:
     return sample.output_tokens * max(within_s, 0.0) / took_s
 
 
-# --- up to which rate a system keeps its limits
+# --- highest rate at which a system keeps its limits
 
 
 class Search(msgspec.Struct, frozen=True):
-    """For the highest rates at which the limits are kept in a cell."""
+    """Search for the highest rates at which a cell keeps the limits."""
 
     cell: Cell
     lasting: Lasting

@@ -3,8 +3,8 @@
     python -m benchmarks.engine.cpu                      all systems, batches of 1, 8 and 32, 3 rounds
     python -m benchmarks.engine.cpu --systems kvolt kvolt:quantize=int8 transformers-bf16
 
-Peers come from `benchmarks/engine/peers/install`; one that is not there is named and left out. Every system is a
-process of its own that stays up; they take turns, batch by batch, in an order that shifts from round to round.
+`benchmarks/engine/peers/install` installs the peers; a missing one is reported and skipped. Each system runs in its own
+process for the whole benchmark. The systems alternate batch by batch, in an order that rotates with each round.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ GOAL_OF_BEST_FROM_BATCH = 8
 _NOISE_CORES = 0.15
 _WARM_UP_OUTPUT = 4
 _SPACE = "\u0120"
-"""How byte-level vocabularies write the space before a word."""
+"""The space before a word in byte-level vocabularies."""
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What to measure."""
+    """Systems, batch sizes and rounds to measure."""
 
     systems: tuple[str, ...]
     batches: tuple[int, ...]
@@ -64,18 +64,18 @@ class Row(msgspec.Struct, frozen=True):
     prefill_per_s: float
     decode_per_s: float
     whole_s: float
-    """From handing over the batch that decodes to its last token."""
+    """Time from submitting the decode batch to its last token."""
     others_cores: float
-    """Cores that processes other than the system used at the same time."""
+    """Cores used by other processes during the batch."""
     first_tokens: tuple[int, ...]
-    """First token of each sequence: what systems that do the same work agree on, up to near ties."""
+    """First token of each sequence. Systems that do the same work agree on it, except for near ties."""
 
 
-# --- the work: each word is one token, and every sequence has words of its own, so that no prefix cache helps
+# --- prompts: each word is one token, and no two sequences share a prefix, so that no prefix cache helps
 
 
 def vocabulary_words(folder: Path) -> list[int]:
-    """Tokens of the model in `folder` that are a lower-case English-looking word after a space."""
+    """Tokens of the model in `folder` that are a space and a lower-case ASCII word."""
     vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
     words = {
         text.removeprefix(_SPACE): token for text, token in vocabulary.items() if text.startswith(_SPACE)
@@ -88,13 +88,15 @@ def vocabulary_words(folder: Path) -> list[int]:
 
 
 def prompts(words: list[int], batch: int, length: int, name: str) -> list[list[int]]:
-    """A batch of prompts; the same for the same `name`, others for any other."""
+    """A batch of prompts, determined by `name`."""
     return [random.Random(f"{name}/{batch}/{number}").choices(words, k=length) for number in range(batch)]
 
 
 def decode_per_s(answer: Batch) -> float:
-    """Tokens per second while the whole batch decodes: after the last sequence got its first token, until the first
-    sequence ends. Where all start and end together that is all tokens but the first."""
+    """Decode rate in tokens per second while the whole batch decodes.
+
+    Measured from the last sequence's first token to the end of the first sequence. Where all sequences start and end
+    together, these are all tokens except the first."""
     start = max(times[0] for times in answer.times)
     end = min(times[-1] for times in answer.times)
     if end <= start:
@@ -103,7 +105,7 @@ def decode_per_s(answer: Batch) -> float:
 
 
 def measure(system: System, plan: Plan, words: list[int], batch: int, number: int) -> Row:
-    """Two batches: one ends at the first token and is nothing but prefill, one goes on to decode."""
+    """Measure two batches: one of prefill only, which ends at the first token, and one that also decodes."""
     meter = NoiseMeter(system.pid)
     prefilled = system.generate(prompts(words, batch, plan.prompt_tokens, f"{number}/prefill"), 1)
     second = prompts(words, batch, plan.prompt_tokens, f"{number}/decode")
@@ -121,7 +123,7 @@ def measure(system: System, plan: Plan, words: list[int], batch: int, number: in
 
 
 class Bench:
-    """The systems that run, and what was found. One that breaks off is left out from then on."""
+    """The running systems and their results. A system that fails is skipped in later rounds."""
 
     def __init__(self, plan: Plan, words: list[int]) -> None:
         self.rows: list[Row] = []
@@ -213,7 +215,7 @@ _WHOLE = Figure("whole s", "whole_s", ".1f")
 
 
 def text(rows: Sequence[Row]) -> str:
-    """kvolt x: the rate of kvolt's first system over that of the row in the same round; above 1 kvolt is ahead."""
+    """Report as text. `kvolt x`: rate of the first kvolt system over the row's in the same round."""
     main = next((row.system for row in rows if is_kvolt(row.system)), "")
     body, goals = [], []
     for batch, here in sorted(Rows(rows).each("batch")):
@@ -237,12 +239,12 @@ def text(rows: Sequence[Row]) -> str:
 
 
 def _best(peers: Rows[Row], rate: Figure) -> Rows[Row]:
-    """The fastest of each round."""
+    """Highest rate of each round."""
     return Rows([max(mine.rows, key=rate.value) for _, mine in peers.each("round")])
 
 
 def _agreement(mine: Rows[Row], reference: Rows[Row]) -> str | None:
-    """How many sequences have the first token that the reference gave them."""
+    """Number of sequences whose first token equals the reference's."""
     first = {row.round: row.first_tokens for row in reference.rows}
     pairs = [
         pair for row in mine.rows for pair in zip(row.first_tokens, first.get(row.round, ()), strict=False)

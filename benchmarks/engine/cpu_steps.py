@@ -25,7 +25,7 @@ from kvolt.engines.native.core import EngineCore
 from kvolt.engines.native.loading import load_core
 
 RATES_PER_S, PART_S = (0.3, 0.8, 1.5), 40.0
-"""Each for so long."""
+"""Duration of each arrival rate, in seconds."""
 PROMPT, ANSWER = (20, 2000), (10, 120)
 RESULTS = Path(__file__).parent / "results" / "cpu_steps.jsonl"
 
@@ -49,7 +49,7 @@ def arrivals(part_s: float, vocabulary: int, shrink: int) -> Iterator[tuple[floa
 
 
 def answer_all(core: EngineCore, arrived: Iterable[tuple[float, Request]]) -> int:
-    """Answer all requests; their number."""
+    """Answer all requests and return their number."""
     pending = list(arrived)[::-1]
     num_requests = len(pending)
     started = time.perf_counter()

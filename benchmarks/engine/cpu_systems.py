@@ -1,6 +1,6 @@
-"""The systems under test: where each lives, how its process is started and asked.
+"""Systems under test: their environments, how to start their processes, and how to run a batch on them.
 
-Knows the line protocol of `peers/seat.py` and nothing of what is measured.
+Implements the line protocol of `peers/seat.py`; independent of what is measured.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ FOLDER = HOME / "weights" / "smollm2-135m"
 KVOLT = "kvolt"
 TRANSFORMERS = ("transformers-bf16", "transformers-fp32")
 REFERENCE = "transformers-fp32"
-"""Whose first tokens the others' are held against."""
+"""The system whose first tokens are the reference."""
 
 _ANSWER_S = 900.0
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """What a system answers to one batch; see `peers/seat.py`."""
+    """A system's result for one batch; see `peers/seat.py`."""
 
     times: list[list[float]]
     tokens: list[list[int]]
@@ -39,7 +39,7 @@ class Kind(NamedTuple):
     """One way to run the model. The command is: script, model, threads, then KEY=VALUE."""
 
     environment: str | None
-    """A folder of HOME; None for the interpreter that runs the benchmark."""
+    """Virtual environment, a folder of HOME; None for the interpreter that runs the benchmark."""
     script: str
     model: Path = FOLDER
     arguments: tuple[str, ...] = ()
@@ -61,12 +61,12 @@ DEFAULT = (
 
 
 def use_model(folder: Path) -> None:
-    """Run kvolt on another checkpoint."""
+    """Run kvolt with another checkpoint."""
     KINDS[KVOLT] = KINDS[KVOLT]._replace(model=folder)
 
 
 def _environment(threads: int) -> dict[str, str]:
-    """The same for all: as many threads, no hub; and vLLM's ways of running in one process on these cores."""
+    """Environment of every system: number of threads, no model hub, and vLLM in one process on the same cores."""
     cores = sorted(os.sched_getaffinity(0))[:threads]
     return {
         **os.environ,
@@ -85,7 +85,7 @@ def is_kvolt(name: str) -> bool:
 
 
 class System(Child):
-    """A running system: a name of KINDS, which may go on with arguments, `kvolt:quantize=int8,block_size=32`."""
+    """A running system. Its name is one of KINDS, optionally with arguments: `kvolt:quantize=int8,block_size=32`."""
 
     def __init__(self, name: str, threads: int) -> None:
         base, _, options = name.partition(":")

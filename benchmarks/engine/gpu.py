@@ -88,7 +88,7 @@ _GROUPS = {
         "prefill_sweep": _later("gpu_kernels", "prefill_sweep"),
     },
 }
-"""Each runs in a process of its own: a device that one of them has broken, or a step that hangs, is gone with it."""
+"""Each runs in its own process, so that a broken device context or a hanging step ends with it."""
 _PHASES = {name: work for group in _GROUPS.values() for name, work in group.items()}
 _SHARES = {"kernels": 110.0, "engine": 330.0, "models": 110.0, "shared": 200.0, "sweeps": 150.0}
 """Most seconds of each; what is left of the whole decides too."""

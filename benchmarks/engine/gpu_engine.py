@@ -188,7 +188,7 @@ def _gpu_ms(bench: Bench, core: EngineCore, batch: int, context: int) -> float:
 
 
 def prefill_seconds(bench: Bench, core: EngineCore, length: int, seed: object) -> float:
-    """From the submission to the first token of one prompt, alone."""
+    """Time from submission to the first token of a single prompt."""
     request = request_of(random_prompts(bench, 1, length, seed)[0], 1)
     bench.sync()
     started = time.perf_counter()

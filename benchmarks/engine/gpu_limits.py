@@ -1,4 +1,4 @@
-"""What the machine gives at best: bytes a second from memory, products a second from the matrix units."""
+"""Limits of the device: memory bandwidth and matrix throughput."""
 
 from __future__ import annotations
 

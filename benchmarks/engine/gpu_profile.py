@@ -1,4 +1,4 @@
-"""Where a step's time goes on the device, by kernel."""
+"""Device time of a step, by kernel."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     ttft_p50_ms: float
     ttft_p99_ms: float
     longest_shared_step_ms: float
-    """With a chunk of a prompt, while other sequences decode."""
+    """Longest step with a chunk of a prompt and decoding sequences."""
     longest_step_ms: float
     largest_chunk: int
     num_failed: int

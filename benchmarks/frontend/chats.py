@@ -1,4 +1,4 @@
-"""What the tokenization cache gives in chats: CPU per request with it and without, kvolt's beside Dynamo's.
+"""Effect of the tokenization cache in chats: CPU time per request with and without it, for kvolt and Dynamo.
 
 Run from the repository's root: `python -m benchmarks.frontend.chats`. Every conversation has a user's
 message of 150 words and an answer of 40 in each turn, text both, and each request carries all of it so
@@ -61,9 +61,9 @@ class ChatRow(msgspec.Struct, frozen=True):
     cpu_us_per_request: float
     requests_per_s: float
     prompt_tokens: int
-    """Of all requests together."""
+    """Prompt tokens of all requests."""
     cached_tokens: int
-    """Of these, as the system counts them."""
+    """Prompt tokens found in the cache, as counted by the system."""
     rss_bytes: int
 
 

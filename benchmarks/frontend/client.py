@@ -105,7 +105,7 @@ class Connection(asyncio.Protocol):
 
 
 class Load:
-    """Open connections to an edge; a context, at whose end they are closed."""
+    """Open connections to an edge; they are closed when the context ends."""
 
     def __init__(self, port: int, num_connections: int) -> None:
         self._port = port
@@ -133,7 +133,7 @@ class Load:
             self._ended.set_result(None)
 
     async def ended(self, timeout_s: float = WAIT_S) -> None:
-        """Until `end` is called; BrokenRun if a connection fails before."""
+        """Send requests until `end` is called. Raises BrokenRun if a connection fails before."""
         done, _ = await asyncio.wait([self._ended], timeout=timeout_s)
         if not done:
             raise BrokenRun(f"answers did not end within {timeout_s:.0f} s: {self.tally}")

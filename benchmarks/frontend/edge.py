@@ -142,7 +142,7 @@ FIGURES = (
     Figure("RSS MiB", lambda row: row.rss_bytes / (1 << 20), ".0f"),
 )
 GOALS = {FIGURES[0]: 0.5, FIGURES[1]: 0.5, _LIGHT: 0.7, _FLAT: 0.5, FIGURES[-1]: 0.5}
-"""Of the peer, at most."""
+"""Maximum ratio to the peer, by figure."""
 
 
 def edge_text(rows: Sequence[Row]) -> str:
@@ -153,7 +153,7 @@ def edge_text(rows: Sequence[Row]) -> str:
 
 
 def goals_text(rows: Sequence[Row]) -> str:
-    """With the strictest: kvolt's dearest token, which has a write to itself, over the peer's cheapest."""
+    """Ratios to the peer, and that of kvolt's most expensive token (a write of its own) to the peer's cheapest."""
     lines = []
     for connections, mine in Rows(rows).each("connections"):
         ours, theirs = mine.where(system=KVOLT_NAME), mine.where(system=DYNAMO_NAME)
@@ -168,7 +168,7 @@ def goals_text(rows: Sequence[Row]) -> str:
 
 
 def delay_text(rows: Sequence[DelayRow]) -> str:
-    """With a mock that takes no time, all tokens are there at once: no gaps."""
+    """No gaps: the mock takes no time, so all tokens arrive at once."""
     first = [Figure(f"first token {name}", f"first_{name}_ms") for name in ("p50", "p99")]
     gaps = [Figure(f"between tokens {name}", f"gap_{name}_ms") for name in ("p50", "p99")]
     return "\n\n".join(

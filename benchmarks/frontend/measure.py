@@ -105,7 +105,7 @@ class DelayRow(msgspec.Struct, frozen=True):
     """Step time of the mock; 0: no delay."""
     requests: int
     first_p50_ms: float
-    """From a request to its first token."""
+    """Time from a request to its first token."""
     first_p99_ms: float
     gap_p50_ms: float
     """Between a stream's tokens."""
@@ -184,7 +184,7 @@ class Bench:
         return max(round(num_requests / self._num_connections), 1)
 
     def _next_seed(self) -> int:
-        """Prompts of a load are new to the edge; the systems of a run are given the same, as far as they get."""
+        """Prompts of a load are new to the edge; all systems of a run receive the same sequence of prompts."""
         self._seed += 1
         return self._seed
 

@@ -91,7 +91,7 @@ class Row(msgspec.Struct, frozen=True):
     num_whole: int
     """Answers that ended without an error and with all their tokens."""
     num_equal: int | None
-    """Of these, those whose text is the undisturbed one; None where that is random."""
+    """Whole answers with the text of an undisturbed run; None if answers are random."""
     num_moved: int
     """Migrations, counted by the system."""
     worst_gap_s: float

@@ -1,4 +1,4 @@
-"""What is asked: chat requests as bytes on the wire, made before any clock starts.
+"""Chat requests as bytes on the wire, built before the measurement.
 
 Two kinds of prompts, all different from each other. Of few words: random ones out of twelve, as load
 generators like them; a tokenizer that remembers words has seen all of them. Of text: passages of Python's

@@ -41,7 +41,7 @@ TICKER = Ticker()
 
 
 class Mailbox:
-    """For servers that want to be awaited: a task's events, one at a time."""
+    """A task's events, one at a time, for servers with an async interface."""
 
     def __init__(self, tokens: int) -> None:
         self._num_waiting = 0

@@ -35,9 +35,9 @@ from kvolt.kv.tiers.slot_table import TierBlock
 
 SHAPE = BlockShape(64 << 10)
 SMALL = BlockShape(4096)
-"""For recovery, which depends on the length of the journal alone."""
+"""Block shape for recovery, whose time depends only on the length of the journal."""
 NUM_SLOTS = 2048
-"""Of the tier that is killed: it evicts within a second."""
+"""Slots of the tier that is killed: it evicts within a second."""
 _BATCH = 64
 _CHAIN = 16
 GOAL_RECOVERY_S = 2.0

@@ -40,7 +40,7 @@ class Row(msgspec.Struct, frozen=True):
     share: float
     """Cached share of the input tokens."""
     onboarded: float
-    """Of them, the share that was onboarded from the host."""
+    """Share of hit tokens that was onboarded from the host."""
     best: float
     ttft_mean_ms: float
     ttft_p90_ms: float

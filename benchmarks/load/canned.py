@@ -112,7 +112,7 @@ class Wheel:
         self._num_put = 0
 
     def put(self, stream: Stream) -> int:
-        """Where it is from now on: `take` it from there."""
+        """Add a stream; return the slot from which `take` removes it."""
         slot = (self._tick + self._num_put) % len(self._slots)
         self._num_put += 1
         self._slots[slot][stream] = None

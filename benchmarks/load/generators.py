@@ -54,7 +54,7 @@ class Delay(msgspec.Struct, frozen=True):
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
-    """What a generator reports."""
+    """Result that a generator reports."""
 
     answers: int
     failed: int
@@ -140,7 +140,7 @@ class Aiperf:
 
     @classmethod
     def installed(cls, folder: Path, *, may_install: bool = True) -> Aiperf:
-        """From this folder, installed at the first use; Missing if it cannot be installed."""
+        """The generator in this folder, installed at the first use. Raises Missing if it cannot be installed."""
         packages = ([f"aiperf=={_AIPERF_VERSION}"],)
         about = f"{AIPERF} (1.2 GB)"
         installed_python(folder / "aiperf", "import aiperf", about, packages, may_install=may_install)

@@ -38,7 +38,7 @@ class Usage(msgspec.Struct, frozen=True):
     status: int
     cpu_s: float
     wall_s: float
-    """Until the command itself had ended."""
+    """Until the command itself ended."""
     peak_rss_bytes: int
     """Peak resident set of the largest process."""
     looks: list[tuple[float, float]] = []

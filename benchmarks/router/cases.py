@@ -47,7 +47,7 @@ FIGURES = {
     "E2E p99": "e2e_p99_ms",
 }
 GOAL = 1.02
-"""Of the better of the others: what is within is as good."""
+"""Tolerance relative to the best other policy; a difference within it counts as equal."""
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -57,7 +57,7 @@ class Case(msgspec.Struct, frozen=True):
     preset: str = "h200-llama-8b"
     num_tenants: int = 1
     hot_share: float = 1.0
-    """Of the requests that are of the first tenant."""
+    """Share of requests of the first tenant."""
     faults: Faults = Faults()
 
 

@@ -1,4 +1,4 @@
-"""How long a decision of the router takes: index, costs, choice and reservation; hashing apart.
+"""Time of a routing decision: index lookup, costs, choice and reservation, without hashing.
 
     python -m benchmarks.router.decisions              three rounds, some ten minutes; results/decisions.{json,txt}
 
@@ -35,7 +35,7 @@ class Plan(msgspec.Struct, frozen=True):
     workers: tuple[int, ...]
     blocks: tuple[int, ...]
     share: float
-    """Of the usual number of decisions."""
+    """Factor of the default number of decisions."""
 
 
 _FULL = Plan(3, (8, 64, 256, 1024), (64, 512, 8192), 1.0)

@@ -94,11 +94,11 @@ class Soaked(msgspec.Struct, frozen=True):
     most_bytes: int
     num_lost: int
     stats: dict[str, int]
-    """Of all ingests together."""
+    """Sum over all ingests."""
     states: dict[str, int]
     """Workers by the state of their feed in the end."""
     num_wrong: int
-    """Workers whose blocks in the index are not those that they hold; where there is room for all."""
+    """Workers whose indexed blocks differ from those that they hold; checked where the index has room for all."""
 
 
 class Soak:

@@ -12,7 +12,7 @@ virtual, independent of the load of the machine.
 
 Cluster: 8 workers, blocks of 64 tokens, 16,384 each, the timing of Dynamo's mocker (some cases have another).
 Workloads: Mooncake's conversation trace from the folder KVOLT_TRACES (`kvolt trace sources`; without it as many chats
-of the project's own recipe, noted in the table), and `agents`, long chats whose quick turns add files (`gains_runs`),
+of the project's own recipe, noted in the table), and `agents`, chats whose quick turns add files (`gains_runs`),
 where most of a prompt is a known prefix.
 
 Load: saturation is the highest rate that round-robin sustains, found by bisection to 3 % on 6,000 requests (agents:

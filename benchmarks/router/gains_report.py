@@ -78,13 +78,13 @@ class Cell:
         return [figure.of(by_seed[seed]) for seed in sorted(by_seed)]
 
     def best_classic(self, figure: Figure) -> str:
-        """With hindsight: by the mean over these very seeds."""
+        """Best policy in hindsight, by the mean over the same seeds."""
         sign = -1.0 if figure.more_is_better else 1.0
         names = [name for name in self.by_name if name.startswith(CLASSIC)]
         return min(names, key=lambda name: sign * interval(self.values(name, figure)).mean)
 
     def ratio(self, one: str, other: str, figure: Figure) -> Interval:
-        """Of one to the other, seed by seed."""
+        """Ratio of two policies, seed by seed."""
         pairs = zip(self.values(one, figure), self.values(other, figure), strict=True)
         return interval([mine / theirs for mine, theirs in pairs])
 

@@ -88,7 +88,7 @@ class Figures(msgspec.Struct, frozen=True):
     e2e_mean_ms: float
     e2e_p99_ms: float
     requests_per_s: float
-    """From the first one's arrival to the last one's end."""
+    """Time from the first arrival to the last end."""
     tokens_per_s: float
     """Tokens per second of answers, over the same time."""
     hit_rate: float
@@ -97,7 +97,7 @@ class Figures(msgspec.Struct, frozen=True):
     offered_per_s: float
     """Requests, from the first arrival to the last."""
     followed: float
-    """From the first arrival to the last, over: to the last first token. Far below 1 where more comes than goes."""
+    """Duration of arrivals over the duration to the last first token. Far below 1 under overload."""
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -112,7 +112,7 @@ num_own_requests = 12_000
 
 @lru_cache(maxsize=1)
 def mooncake() -> tuple[TraceRecord, ...] | None:
-    """From the folder that KVOLT_TRACES names; None without."""
+    """Trace from the folder that KVOLT_TRACES names; None if it is not set."""
     folder = os.environ.get("KVOLT_TRACES")
     paths = [each.path for each in find_public(folder) if each.trace.name == _TRACE] if folder else []
     return tuple(read_trace(Path(paths[0]))) if paths and paths[0] is not None else None
@@ -200,11 +200,11 @@ def figures_of(samples: Sequence[Sample]) -> Figures:
     )
 
 
-# --- where round-robin stops following
+# --- saturation of round-robin
 
 
 class Search(msgspec.Struct, frozen=True):
-    """For the highest rate that round-robin keeps up with."""
+    """Search for the highest rate that round-robin sustains."""
 
     workload: str
     num_requests: int

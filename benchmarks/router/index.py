@@ -51,7 +51,7 @@ CITED = "published for Dynamo's index in Rust with many threads: 9 to 13 M block
 _PATIENCE_S = 900.0
 _TAIL_CHARACTERS = 500
 _FEW_PAIRS = 500_000
-"""The index in Python is left out beyond: it would take the machine's memory and everybody's time."""
+"""Above this size the Python index is skipped: it would need too much memory and time."""
 
 
 class Plan(msgspec.Struct, frozen=True):

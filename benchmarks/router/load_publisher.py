@@ -1,4 +1,4 @@
-"""A worker of which only the KV events are there, for the soak of ingest and index."""
+"""A worker reduced to its KV events, for the soak test of ingest and index."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ ENDPOINT = EndpointAddress("soak", "tellers", GENERATE)
 BLOCK_SIZE = 64
 REQUESTS_PER_STEP = 4
 _MOST_BLOCKS = 12
-"""That a request stores, and 2 at least; and what every worker stores first, the same everywhere."""
+"""Blocks that a request stores (at least 2), and blocks that every worker stores first, the same on all."""
 _SHARED_BLOCKS = 64
 _HASH_BYTES = 8
 _CHUNK = 1 << 14
-"""Names made at a time."""
+"""Block hashes generated at a time."""
 _HISTORY_BYTES = 1 << 18
-"""Of batches that a worker keeps: less than usual, so that all are full soon."""
+"""Batches that a worker keeps for replay: fewer than the default, so that all histories are full soon."""
 
 
 class LoadPublisher:
-    """A worker of which only the KV events are there."""
+    """A worker reduced to its KV events."""
 
     def __init__(self, runtime: Runtime, num_blocks: int, rng: random.Random) -> None:
         self.runtime = runtime
@@ -91,11 +91,11 @@ class LoadPublisher:
         self.journal.record(tuple(changes))
 
     def held(self) -> set[int]:
-        """Every block, as its journal says."""
+        """All blocks that the worker holds, from its journal."""
         return {each for _, _, blocks in self.journal._held_blocks.contents() for each in blocks}
 
     def _store(self, hashes: bytes, parent: SequenceHash | None) -> list[KvChange]:
-        """With what has to go for it: the oldest, and of those the last first."""
+        """Store a request's blocks, and evict for it the oldest request's, last block first."""
         changes: list[KvChange] = [Stored(hashes, parent)]
         self._stored.append(hashes)
         self._num_stored += len(hashes) // _HASH_BYTES

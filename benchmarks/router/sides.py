@@ -216,7 +216,7 @@ def ingest(index: Index, shape: Shape) -> dict[str, Any]:
 
 
 def find(index: Index, shape: Shape, num_finds: int) -> dict[str, Any]:
-    """Each prompt once unmeasured, then all in turn."""
+    """Run each prompt once unmeasured, then all in turn."""
     _fill(index, history(shape))
     queries = [index.query(prompt) for prompt in prompts(shape, min(num_finds, 100))]
     answers = [sorted(index.scores(index.find(query)).items()) for query in queries]

@@ -61,14 +61,14 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 class Minute(msgspec.Struct):
-    """Requests that came within it."""
+    """Requests that arrived within the minute."""
 
     num_whole: int = 0
     num_failed: int = 0
     input_tokens: int = 0
     cached_tokens: int = 0
     ttft_s: float = 0.0
-    """Of all together."""
+    """Sum over the requests."""
 
 
 class Look(msgspec.Struct, frozen=True):

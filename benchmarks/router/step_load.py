@@ -13,7 +13,7 @@ one worker takes three times as long as it reports.
 Rows, each over the same seeds; `p99 beside` is the mean of the ratios to `at once`, seed by seed:
 
     at once              requests are sent on arrival, whatever the load, and stay at their worker
-    taken back           the same, but a request that has not started moves if it would start much earlier elsewhere
+    taken back           the same, but a request that has not started moves if another worker is much earlier
     late                 requests wait in the router while all workers are busy
     late and taken back  both: the default of `latency` and `classic`
 """

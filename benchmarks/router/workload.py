@@ -19,16 +19,16 @@ _DEPTH_BITS = 24
 _EVERYONE = 0
 _FIRST_SESSION = 1 + NUM_GROUPS
 _NOBODYS = 1 << 32
-"""Streams from here on are in no history."""
+"""Streams from this number on are in no history."""
 
 
 class Shape(NamedTuple):
     num_workers: int
     num_blocks: int
-    """Of a prompt."""
+    """Blocks per prompt."""
     num_sessions: int
     is_shared: bool = False
-    """Every worker holds every session, which there are few of then."""
+    """Every worker holds every session; there are few sessions."""
 
 
 class Change(NamedTuple):
@@ -84,7 +84,7 @@ def history(shape: Shape) -> Iterator[Change]:
 
 
 def prompts(shape: Shape, num: int) -> list[Prompt]:
-    """Of ten: five that were served before, three that go on otherwise in the last quarter, two new sessions."""
+    """Of ten prompts: five served before, three that differ in the last quarter, two of new sessions."""
     requests = []
     for at in range(num):
         session = at * 7919 % shape.num_sessions

@@ -51,7 +51,7 @@ _writable = attrgetter("writable")
 
 
 class CountingNetwork(SocketNetwork):
-    """Sockets whose writes are counted, so that the bare socket can be given as many."""
+    """Network that counts writes, so that the bare socket can make as many."""
 
     writes = 0
 
@@ -155,7 +155,7 @@ class StreamServer(KvoltSide):
         return {}
 
     async def _wait_writable(self) -> None:
-        """Until every stream would send the next delta as it is, instead of merging it."""
+        """Wait until every stream would send the next delta unmerged."""
         for stream in self._streams:
             if stream.writable:
                 continue

@@ -1,4 +1,4 @@
-"""What the two processes of a pair agree on: the job, the work in it, and how steps are paced.
+"""Job of a pair of processes: the work in it, and the pace of its steps.
 
 The step loop stands for an engine: each step gives one item to every open stream, then lets the loop
 run. Items are made before the clock starts: making them is the engine's cost, carrying them the
@@ -96,7 +96,7 @@ class Tally:
         self._done.set()
 
     async def consume(self, work: Work) -> dict[str, Any]:
-        """Until all that the work makes has arrived."""
+        """Wait until all items of the work have arrived."""
         self.expected += work.num_bytes or work.steps * self._streams
         self._done.clear()
         if self.tokens < self.expected:

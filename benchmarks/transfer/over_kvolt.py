@@ -26,7 +26,7 @@ from kvolt.transfer.agent import OfferHandle, TransferAgent, TransferOptions
 from kvolt.transfer.memory.slabs import Slab
 
 FEW_BYTES = 64
-"""Of a block whose bytes do not matter."""
+"""Size of a block in requests where the number of bytes does not matter."""
 FEW_BLOCKS = 1000
 _PATIENCE_S = 60.0
 
@@ -61,7 +61,7 @@ class _Slabs:
 
 
 class Source:
-    """Offers blocks; sends all of the memory to who asks for it over a plain socket."""
+    """Offers blocks; sends all of the memory over a plain socket on request."""
 
     def __init__(self, memories: Memories) -> None:
         self._agents = _agents()

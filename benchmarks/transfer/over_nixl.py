@@ -1,9 +1,9 @@
-"""NIXL over UCX, used directly and as its users do: memory registered and blocks described once, then only numbers.
+"""NIXL over UCX, used directly: memory is registered and blocks are described once; transfers then name block indices.
 
-A transfer is made from the numbers of its blocks, posted and asked for until it is done: all of that is in its
-figure. There is no progress thread, which would spin on a core: the mover asks for the state, and the other side
-polls at the same time, as UCX needs where the kernel does not copy for it. Runs in the peer's interpreter, which has
-numpy and nixl alone.
+A transfer is created from block indices, posted, and polled until it is complete; its figure includes all three. There
+is no progress thread, which would occupy a core: the initiator polls the state, and the other side polls at the same
+time, as UCX requires where the kernel does not copy for it. Runs in the peer's interpreter, which has only numpy and
+nixl.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from benchmarks.transfer.memories import Bytes, Memories, order
 
 
 class _Agent:
-    """Either side: both can move, and both can wait."""
+    """One side of a transfer: each can initiate and each can poll."""
 
     def __init__(self, name: str, memory: Bytes) -> None:
         from nixl_cu12._api import nixl_agent, nixl_agent_config
@@ -43,7 +43,7 @@ class _Agent:
         return {}
 
     def move(self, operation: str, block_bytes: int, count: int) -> dict[str, Any]:
-        """READ at the target, WRITE at the source."""
+        """Transfer blocks: a READ at the target, a WRITE at the source."""
         here, there = self._descriptors(block_bytes)
         num_blocks = len(self._memory) // block_bytes
         mine = order(num_blocks, of_target=self._is_target).astype(np.int32)
@@ -62,12 +62,12 @@ class _Agent:
         return {"took_s": took_s}
 
     def progress(self) -> None:
-        """A bit of what a progress thread would do."""
+        """Poll once, in place of a progress thread."""
         for _ in range(64):
             self._agent.get_new_notifs()
 
     def _descriptors(self, block_bytes: int) -> tuple[Any, Any]:
-        """Of all blocks, on both sides."""
+        """Descriptors of all blocks of both sides."""
         if block_bytes not in self._prepared:
             mine, theirs = (
                 self._agent.prep_xfer_dlist(name, self._blocks(address, block_bytes), "DRAM")
@@ -109,6 +109,6 @@ class PrivateTarget(_Agent):
         return {}
 
     def show(self) -> dict[str, Any]:
-        """What came, where others can look at it."""
+        """Show the received bytes for the check."""
         self._shared[:] = self._memory
         return {}

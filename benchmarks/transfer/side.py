@@ -1,6 +1,6 @@
 """One process of a pair: takes commands as JSON lines over a socket, answers as JSON lines.
 
-Started by `pair`, not by hand: `python -m benchmarks.transfer.side JOB`. Ends when its socket does. What libraries
+Started by `pair`: `python -m benchmarks.transfer.side JOB`. Ends when its socket does. What libraries
 print has nothing to do with it, which is why it is a socket.
 """
 

@@ -1,12 +1,12 @@
-"""How near the twin is to reality: fitted on one workload, judged on another.
+"""Accuracy of the twin: fitted on one workload, compared with real runs of another.
 
-    python -m benchmarks.twin.accuracy             about 20 minutes; kept in benchmarks/twin/results
+    python -m benchmarks.twin.accuracy             about 20 minutes; writes to benchmarks/twin/results
 
-Run from the repository's root, on a machine that does nothing else. Five rounds: two servers with the native engine
-(SmolLM2-135M on the CPU) are there at once. One serves the fit workload and writes its step log, the other the judged
-trace, in turns of ten seconds (see `bursts`). `kvolt fit` makes a preset of the logs. The sim engine with this preset
-then serves the judged trace in real time, five times. Beside each of the two stands `kvolt twin` with the same trace,
-preset and arguments. Every run is that of a user at the command line: real processes, sockets and time, a fresh cache.
+Run from the repository's root on an idle machine. In each of five rounds two servers with the native engine
+(SmolLM2-135M on the CPU) run at the same time: one serves the fit workload and writes its step log, the other serves
+the judged trace. They alternate every ten seconds (see `bursts`). `kvolt fit` makes a preset from the logs. The sim
+engine with this preset then serves the judged trace five times in real time. `kvolt twin`, with the same trace, preset
+and arguments, is compared with both. Every run uses the command line: real processes, sockets and time, an empty cache.
 """
 
 from __future__ import annotations
@@ -40,20 +40,19 @@ ENGINE: dict[str, str | int] = {
     "max_num_seqs": 64,
     "max_batch_tokens": 2048,
 }
-"""Of the native engine, the sim engine and the twin alike; all but `kv_blocks` are what the first has by default. So
-few blocks do not hold the judged trace: what is found in the cache then depends on what was thrown out of it."""
+"""Settings of the native engine, the sim engine and the twin. All except `kv_blocks` are the native engine's defaults.
+The blocks are too few for the judged trace, so that the hit rate depends on eviction."""
 NATIVE: dict[str, str | int] = {"device": "cpu", "threads": 1}
-"""Besides. One thread: frontend and generator run on the same cores, and threads that wait for each other there cost
-more than they save, and not evenly."""
+"""Further settings of the native engine. One thread: frontend and load generator run on the same cores, where threads
+that wait for each other cost more time than they save, and a varying amount."""
 ANSWERS = (260, 284, 327, 338, 346, 351, 359, 416, 429, 436, 441, 451, 457, 469, 480, 502, 511, 523, 527)
-"""Words of SmolLM2's vocabulary, of which its answers are made here: " the", " and", " for" ... Of a token that is part
-of a character nothing can be sent until the next one comes: the gaps would be between every other token, and those of
-the twin, which knows no text, between all."""
+"""Words of SmolLM2's vocabulary, to which its answers are limited: " the", " and", " for" ... A token that is part of a
+character is sent with the next token only, so its gap is not measured; the twin has no text and measures all gaps."""
 SIM_WORKERS = 2
 _NAME = "accuracy-cpu-smollm2-135m"
 _NOISE_CORES = 0.15
 _WARM_UP = ("--rate", "4", "--requests", "4", "--input", "40", "--output", "4", "--seed", "90")
-"""Before the trace: what a first request loads is no part of any figure. Its prompts share nothing with the trace's."""
+"""Requests before the trace, without a common prefix, so that no figure includes the loading of a first request."""
 
 
 class Plan(NamedTuple):
@@ -64,21 +63,21 @@ class Plan(NamedTuple):
 
 
 class Load(NamedTuple):
-    """A trace, and how fast it is played."""
+    """A trace and its replay speed."""
 
     trace: str
     speed: float = 1.0
 
 
 class Run(NamedTuple):
-    """A real run that is whole."""
+    """A complete real run."""
 
     report: Report
     notes: Notes
 
 
 class Case(NamedTuple):
-    """The twin beside one kind of real runs."""
+    """The twin and one kind of real runs to compare it with."""
 
     title: str
     command: str
@@ -99,7 +98,7 @@ def main() -> int:
         _merge_logs(sorted(work.glob("fit-*.jsonl")), merged)
         command = ["kvolt", "fit", str(merged), "--name", _NAME, "--out", str(preset)]
         fitted = output_of(command, 120.0).decode()
-        fast = Load(_trace("judged"), float(SIM_WORKERS))  # as many requests for each worker
+        fast = Load(_trace("judged"), float(SIM_WORKERS))  # the same number of requests for each worker
         sim = System(model="sim-tiny", workers=SIM_WORKERS, arguments={**ENGINE, "preset": str(preset)})
         sims = [_real_runs(plan, work, {f"sim {number}": (sim, fast)})[0] for number in range(plan.rounds)]
         title = f"sim engine in real time, {SIM_WORKERS} workers, {SIM_WORKERS} x as fast"
@@ -133,7 +132,7 @@ def _trace(name: str) -> str:
 
 
 def _native_runs(plan: Plan, work: Path, model: str) -> tuple[list[Run], list[Run]]:
-    """Of the fit workload and, in turns with it, of the judged trace; each writes its step log to the work folder."""
+    """Run the fit workload and the judged trace in alternation; each writes its step log to the work folder."""
     rounds = []
     for number in range(plan.rounds):
         jobs = {}
@@ -149,8 +148,10 @@ def _native_runs(plan: Plan, work: Path, model: str) -> tuple[list[Run], list[Ru
 def _real_runs(
     plan: Plan, work: Path, jobs: Mapping[str, tuple[System, Load]], answers: Sequence[int] = ()
 ) -> list[Run]:
-    """Serve, warm up, load; BrokenRun if anything of it fails. Several jobs, each with a server of its own, take turns
-    burst by burst; the other servers are idle during a burst. `answers`: token ids that answers are limited to."""
+    """Serve, warm up and load; raises BrokenRun if any of it fails.
+
+    Several jobs, each with its own server, alternate burst by burst; the other servers are idle during a burst.
+    `answers`: token ids to which answers are limited."""
     flags = ("--set", f"allowed_token_ids={list(answers)}") if answers else ()
     with ExitStack() as stack:
         urls = [stack.enter_context(served(system)) for system, _ in jobs.values()]
@@ -184,14 +185,14 @@ def _bench(url: str, arguments: Sequence[str]) -> Report:
 
 
 def _merge_logs(logs: Sequence[Path], merged: Path) -> None:
-    """One log with the steps of several, which must be of the same engine."""
+    """Merge step logs of one engine into one log."""
     headers, steps = zip(*(log.read_bytes().split(b"\n", 1) for log in logs), strict=True)
     if len(set(headers)) != 1:
         raise BrokenRun("the step logs are of different engines")
     merged.write_bytes(headers[0] + b"\n" + b"".join(steps))
 
 
-# --- the twin beside them
+# --- comparison with the twin
 
 
 def _case(
@@ -223,7 +224,7 @@ def _case_text(case: Case) -> str:
 
 
 def _judged_steps(logs: Sequence[Path], preset: Path) -> str:
-    """How far the preset is off on steps that it was not fitted to, of another workload."""
+    """Errors of the preset on the steps of another workload than it was fitted to."""
     model = msgspec.json.decode(preset.read_bytes(), type=PresetFile).latency
     rows = []
     for number, log in enumerate(logs, 1):

@@ -17,7 +17,7 @@ from kvolt.bench.load.report import Report
 GOAL_SHARE = 0.10
 GOAL_POINTS = 0.01
 _TOGETHER_SHARE = 0.02
-"""Share of tokens that may arrive together with the one before: a generator that is late reads two at once."""
+"""Maximum share of tokens that arrive together with the previous one: a late generator reads two at once."""
 
 
 class Verdict(StrEnum):
@@ -64,11 +64,11 @@ FIGURES = (
     _latency("e2e", "p50", is_judged=False),
     _latency("e2e", "p90", is_judged=False),
 )
-"""The issue's goals first; the others are reported without a verdict."""
+"""Figures with a goal first; the others are reported without a verdict."""
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
-    """One figure of the twin beside the real runs."""
+    """One figure of the twin and of the real runs."""
 
     figure: str
     is_share: bool
@@ -81,7 +81,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def judge(twin: Report, real: Sequence[Report], *, may_merge: bool = False) -> list[Line]:
-    """A line for each figure. ValueError for runs that did not do the same work.
+    """Compare each figure. Raises ValueError for runs that did not do the same work.
 
     `may_merge` accepts runs in which tokens arrived together.
     """

@@ -1,9 +1,8 @@
-"""Traces as bursts with pauses between, and one report of several. Pure.
+"""Traces as bursts separated by pauses, and one report of several runs. Pure.
 
-The speed of a machine changes within seconds, by the load of other machines on the same host. Two workloads that take
-turns in short bursts meet the same machine; one after the other they do not. So the traces of the study have pauses:
-a twin passes over them in no time, a real run ends a burst, lets the other workload have one, and goes on with the
-next.
+The speed of a machine changes within seconds with the load of other machines on the same host. Two workloads that
+alternate in short bursts see the same conditions; run one after the other they do not. The study's traces therefore
+have pauses: the twin skips them, a real run ends a burst, waits for a burst of the other workload, and starts the next.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def with_pauses(records: Iterable[TraceRecord], burst_s: float = BURST_S) -> lis
 
 
 def bursts_of(records: Iterable[TraceRecord]) -> list[list[TraceRecord]]:
-    """What lies between pauses, each from time 0 on."""
+    """Bursts between the pauses, each with times from 0."""
     bursts: list[list[TraceRecord]] = []
     start = before = 0.0
     for record in records:

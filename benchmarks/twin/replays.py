@@ -29,7 +29,7 @@ LONGEST_CONTEXT = 262_144
 
 
 class Replayed(msgspec.Struct, frozen=True):
-    """What a simulation said, and what it took."""
+    """Results of a simulation, its time and memory."""
 
     system: str
     used: Usage

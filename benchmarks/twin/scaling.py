@@ -1,4 +1,4 @@
-"""What a request costs the twin as the cluster grows: one run in a process of its own.
+"""Cost of a request in the twin as the cluster grows: one run in its own process.
 
 usage: python -m benchmarks.twin.scaling TRACE REQUESTS COPIES
 
@@ -50,7 +50,7 @@ class Scaled(msgspec.Struct, frozen=True):
 
 
 def copies_of(records: Sequence[TraceRecord], num_copies: int) -> Iterator[TraceRecord]:
-    """Each record so many times, one copy after the other; those of one number share what the trace shares."""
+    """Repeat each record; copies with the same index share prefixes as the trace's records do."""
     copies = [own_ids(records, f"copy {number}") for number in range(num_copies)]
     for same in zip(*copies, strict=True):
         yield from same

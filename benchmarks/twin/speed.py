@@ -1,25 +1,26 @@
-"""The twin beside Dynamo's offline replay: the same trace, the same engine, how long, how much memory, what answers.
+"""The twin and Dynamo's offline replay on the same trace and engine: wall time, memory and results.
 
-    python -m benchmarks.twin.speed               three rounds; kept in results/speed.{json,txt}; about three minutes
+    python -m benchmarks.twin.speed               three rounds; writes results/speed.{json,txt}; about three minutes
 
-Run from the repository's root, on a machine that does nothing else. The trace is Mooncake's conversation trace from the
-folder that KVOLT_TRACES names (`kvolt trace sources`), else the project's own small one, where start is all there is to
-see. The peer is installed at the first run (`benchmarks/twin/peers/install`). Each run is a process on one core, all
-with the same one; the two take turns. Wall time is that of the process, from start to end, reading the trace included;
-`replay alone` is what Dynamo says of itself. Memory is the highest resident set.
+Run from the repository's root on an idle machine. The trace is Mooncake's conversation trace from the folder that
+KVOLT_TRACES names (`kvolt trace sources`), or the project's own small trace, where start-up dominates. The first run
+installs the peer (`benchmarks/twin/peers/install`). Runs alternate; each is a process pinned to the same core. Wall
+time is the process's lifetime, including reading the trace; `replay alone` is the time that Dynamo reports. Memory is
+the peak resident set.
 
-Both simulate one engine (`replays`), so that their latencies can be held against each other. What is left between them:
+Both simulate the same engine (`replays`), so that their latencies are comparable. Remaining differences:
 
-- First tokens. Dynamo's pass in which a prompt is completed adds a decode pass, even if no other request decodes:
-  a request of 100 tokens alone has its first token after 23.77 ms, 18.02 of prefill and 5.75 of decode. The twin's
-  comes after the prefill, from whose last position engines sample it. Where others decode in the same step, as most
-  of the time in this trace, a decode is in it anyway: ttft is 1.5 % lower in the mean, and equal in the median.
-- Occupancy. Dynamo counts whole blocks in what a decode pass reads, the twin tokens: below 0.1 %.
-- Network. The twin's requests cross one of 0.1 ms each way; Dynamo's replay has none.
-- Percentiles. Those of the twin come from histograms with buckets of 0.4 %, Dynamo's from exact values (gaps: 0.1 %).
+- First tokens. Dynamo adds a decode pass to the pass that completes a prompt, even if no other request decodes: a
+  single request of 100 tokens has its first token after 23.77 ms, of which 18.02 are prefill and 5.75 decode. The
+  twin's comes after the prefill, since engines sample it from the prompt's last position. Where other requests decode
+  in the same step, as in most steps of this trace, the step includes a decode anyway: the twin's TTFT is 1.5 % lower
+  in the mean and equal in the median.
+- Occupancy. Dynamo counts the blocks that a decode pass reads, the twin counts tokens: below 0.1 %.
+- Network. The twin's requests cross a network of 0.1 ms each way; Dynamo's replay has none.
+- Percentiles. The twin's come from histograms with buckets of 0.4 %, Dynamo's from exact values (gaps: 0.1 %).
 
-Growth: what a request costs with 256 workers over what it costs with 8, at the same load per worker (`scaling`). The
-latencies of the two must be the same.
+Growth: cost of a request with 256 workers relative to 8, at the same load per worker (`scaling`). The latencies of the
+two must be equal.
 """
 
 from __future__ import annotations
@@ -67,9 +68,9 @@ class Plan(msgspec.Struct, frozen=True):
     rounds: int
     num_workers: int
     num_requests: int | None
-    """Of the trace; None for all."""
+    """Number of requests of the trace; None for all."""
     scaled_requests: int
-    """On 8 workers; times the copies on the others."""
+    """Requests on 8 workers; multiplied by the number of copies on the others."""
     copies: int
 
 
@@ -93,7 +94,7 @@ def main() -> None:
 
 
 def _trace(plan: Plan, folder: Path, public: str | None) -> tuple[str, Path, int]:
-    """Its name, a file that both read, and the block size of its hash ids."""
+    """Name of the trace, a file that both read, and the block size of its hash ids."""
     paths = [each.path for each in find_public(public) if each.trace.name == _TRACE] if public else []
     if paths and paths[0] is not None:
         name, records = _TRACE, list(limit(read_trace(paths[0]), plan.num_requests or sys.maxsize))
@@ -179,7 +180,7 @@ def _costs(replays: Sequence[Replayed]) -> str:
 
 
 def _answers(replays: Sequence[Replayed]) -> str:
-    """Of the first run of each: a simulation says the same each time."""
+    """Results of the first run of each: a simulation is deterministic."""
     ours, theirs = (next(row for row in replays if row.system == system) for system in (KVOLT, PEER))
     body, differences = [], []
     for name in LATENCIES:
@@ -198,7 +199,7 @@ def _answers(replays: Sequence[Replayed]) -> str:
     is_same = abs(largest) <= GOAL_SAME and ours.num_whole == theirs.num_whole
     same = goal(f"same latencies within {GOAL_SAME:.0%}", is_same, f"at most {largest:+.1%}")
     firsts = {KVOLT: ours.latencies, PEER: theirs.latencies}
-    # Equal but for the order in which a sum was made.
+    # Equal except for the order of a summation.
     stays = all(
         math.isclose(value, firsts[row.system][name][statistic], rel_tol=1e-9)
         for row in replays
