@@ -13,13 +13,13 @@ from typing import get_args
 
 from tools.state_diagram import state_diagram
 
+from kvolt.core.endpoints import EndpointAddress, Instance
 from kvolt.core.errors import DeadlineExceeded, InvalidRequest, KvoltError, Unavailable, WorkerLost
 from kvolt.core.ids import InstanceId
 from kvolt.journey import events
 from kvolt.journey.events import Event, State
 from kvolt.journey.machine import IllegalTransition, JourneyMachine
 from kvolt.router.port import Decision
-from kvolt.runtime.endpoint.address import EndpointAddress, Instance
 
 IMAGE = Path(__file__).parents[1] / "docs" / "images" / "journey-machine.svg"
 

@@ -9,12 +9,11 @@ from collections.abc import AsyncIterator
 import numpy as np
 
 from kvolt.core.card import Capacity, EngineInfo
-from kvolt.core.endpoints import CONTROL, GENERATE, KV_TOPIC
+from kvolt.core.endpoints import CONTROL, GENERATE, KV_TOPIC, EndpointAddress
 from kvolt.core.ids import CardHash, InstanceId, SequenceHash
 from kvolt.core.kv_events import KvChange, Removed, Stored
 from kvolt.core.kv_recovery import KvRecoveryRequest, KvRecoveryResponse
 from kvolt.core.request import Role
-from kvolt.runtime.endpoint.address import EndpointAddress
 from kvolt.runtime.endpoint.server import msgpack_decoder
 from kvolt.runtime.plane.port import IncomingStream
 from kvolt.runtime.runtime import Runtime

@@ -22,10 +22,10 @@ from typing import Any
 from benchmarks.runtime.workload import WAIT_S, Arrivals, Job, SteppedHandlers, Tally, Work, sample_steps
 
 from kvolt.core.delta import Delta, plain_delta
+from kvolt.core.endpoints import EndpointAddress
 from kvolt.core.errors import KvoltError
 from kvolt.runtime.clock import SystemClock, ThreadBlocking, new_id
 from kvolt.runtime.discovery.mem import MemDiscovery, MemStore
-from kvolt.runtime.endpoint.address import EndpointAddress
 from kvolt.runtime.events.mem import MemBus, MemEvents
 from kvolt.runtime.network import Listener, ProtocolFactory, SocketNetwork
 from kvolt.runtime.plane.served_stream import ServedStream

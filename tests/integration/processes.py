@@ -33,7 +33,7 @@ from kvolt.api.cluster import ProcessView, visit
 from kvolt.cli.process import running
 from kvolt.core.card import card_hash
 from kvolt.core.delta import Delta
-from kvolt.core.endpoints import component_name
+from kvolt.core.endpoints import EndpointAddress, component_name
 from kvolt.core.errors import DiscoveryLost
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Request, Role, Sampling, StopConditions
@@ -43,7 +43,6 @@ from kvolt.engines.sim.model import WORDS, tokenizer_json, word_token_ids
 from kvolt.engines.sim.script import answer_tokens
 from kvolt.runtime.config.loader import load
 from kvolt.runtime.config.settings import Settings
-from kvolt.runtime.endpoint.address import EndpointAddress
 from kvolt.runtime.runtime import Runtime
 from kvolt.runtime.security.identity import ProcessRole
 from kvolt.runtime.supervisor.process import die_with_parent

@@ -21,8 +21,8 @@ from tests.integration.processes import (
     until_ready,
 )
 
+from kvolt.core.endpoints import EndpointAddress
 from kvolt.core.errors import AccessDenied, KvoltError
-from kvolt.runtime.endpoint.address import EndpointAddress
 from kvolt.runtime.network import split_address
 from kvolt.runtime.security.identity import ProcessRole
 

@@ -26,8 +26,8 @@ from tests.integration.processes import (
     until,
 )
 
+from kvolt.core.endpoints import Instance
 from kvolt.core.errors import KvoltError, WorkerLost
-from kvolt.runtime.endpoint.address import Instance
 from kvolt.runtime.endpoint.client import EndpointClient
 
 NUM_STREAMS = 200

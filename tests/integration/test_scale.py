@@ -13,7 +13,7 @@ import psutil
 import pytest
 from tests.integration.processes import GENERATE, PATIENCE_S, Bench, until
 
-from kvolt.runtime.endpoint.address import EndpointAddress
+from kvolt.core.endpoints import EndpointAddress
 
 NUM_STREAMS = 10_000
 NUM_TOKENS = 30
@@ -38,7 +38,7 @@ from kvolt.cli.process import running
 from kvolt.core.delta import Delta
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Request, StopConditions
-from kvolt.runtime.endpoint.address import EndpointAddress
+from kvolt.core.endpoints import EndpointAddress
 from kvolt.runtime.endpoint.client import Destination
 from kvolt.runtime.config.loader import load
 from kvolt.runtime.security.identity import ProcessRole

@@ -28,7 +28,7 @@ from tests.integration.processes import (
     until_ready,
 )
 
-from kvolt.runtime.endpoint.address import InstanceState
+from kvolt.core.endpoints import InstanceState
 
 FAST = """
 [[workers]]

@@ -19,8 +19,8 @@ import psutil
 import pytest
 from tests.integration.processes import MODEL, PATIENCE_S, Bench, free_port, until_ready
 
+from kvolt.core.endpoints import INSTANCES, decode_instance, encode_instance
 from kvolt.core.errors import KeyConflict
-from kvolt.runtime.endpoint.address import INSTANCES, decode_instance, encode_instance
 from kvolt.runtime.network import split_address
 from kvolt.runtime.plane import wire
 from kvolt.runtime.plane.wire import FrameKind

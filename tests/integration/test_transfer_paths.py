@@ -12,8 +12,8 @@ import pytest
 from tests.integration.processes import MODEL, PATIENCE_S, Bench, until_ready
 
 from kvolt.core.card import EngineInfo, Link
+from kvolt.core.endpoints import decode_instance
 from kvolt.core.request import Role
-from kvolt.runtime.endpoint.address import decode_instance
 
 PROMPT = " ".join(f"w{number}" for number in range(200))
 

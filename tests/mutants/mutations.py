@@ -250,7 +250,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     # --- processes
     Mutation(
         name="leases never expire",
-        path="runtime/discovery/join_server.py",
+        path="runtime/join/server.py",
         old="            lease.expiry = loop.call_at(expires_at, self._expire, lease)\n",
         new="            lease.expiry = loop.call_at(1e6 + expires_at, self._expire, lease)\n",
         why="dead workers stay registered",

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvolt.core.endpoints import decode_instance
 from kvolt.core.errors import InvalidRequest, KvoltError, NetworkFault, ProtocolError
 from kvolt.engines.framing import FrameSplitter
 from kvolt.engines.kv_formats.schema import decode_batch
@@ -21,9 +22,8 @@ from kvolt.kv.shared_pool import wire as pool_wire
 from kvolt.router.service import http_messages
 from kvolt.router.service import messages as service_messages
 from kvolt.runtime.discovery import directory as discovery_directory
-from kvolt.runtime.discovery import join_server
-from kvolt.runtime.endpoint.address import decode_instance
 from kvolt.runtime.events import zmq_sockets as events_zmq
+from kvolt.runtime.join import server as join_server
 from kvolt.runtime.plane import wire
 from kvolt.runtime.plane.served_stream import ServedStream
 from kvolt.runtime.plane.session import Session, SessionLimits

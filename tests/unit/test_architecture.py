@@ -61,7 +61,6 @@ PURE_MODULES = {
     "runtime": "histogram metric_aliases",
     "runtime/config": "leaves router_settings settings",
     "runtime/discovery": "view",
-    "runtime/endpoint": "address",
     "runtime/http": "sse",
     "runtime/plane": "bulk outbox port sending served_stream session stats steps streams wire",
     "runtime/supervisor": "plan",

@@ -8,11 +8,11 @@ from typing import Self
 
 from kvolt.api.cluster import Cluster, ProcessView, WorkerView, find_process, visit
 from kvolt.api.loop_thread import LoopThread
+from kvolt.core.endpoints import InstanceState
 from kvolt.core.errors import Unavailable
 from kvolt.core.request import Role
 from kvolt.runtime.config.loader import Override, load
 from kvolt.runtime.config.settings import Settings
-from kvolt.runtime.endpoint.address import InstanceState
 from kvolt.runtime.process_control import ProcessStatus
 
 _DRAIN_S = 30.0

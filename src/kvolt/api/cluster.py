@@ -10,18 +10,18 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from kvolt.core.card import EngineInfo
-from kvolt.core.endpoints import GENERATE
-from kvolt.core.errors import ConfigError, InvalidRequest, KvoltError, NotFound
-from kvolt.runtime.clock import ThreadBlocking
-from kvolt.runtime.config.settings import Settings
-from kvolt.runtime.discovery.port import Discovery
-from kvolt.runtime.endpoint.address import (
+from kvolt.core.endpoints import (
+    GENERATE,
     INSTANCES,
     EndpointAddress,
     Instance,
     InstanceState,
     decode_instance,
 )
+from kvolt.core.errors import ConfigError, InvalidRequest, KvoltError, NotFound
+from kvolt.runtime.clock import ThreadBlocking
+from kvolt.runtime.config.settings import Settings
+from kvolt.runtime.discovery.port import Discovery
 from kvolt.runtime.endpoint.call import Deadlines, ResponseStream, open_stream
 from kvolt.runtime.endpoint.server import EndpointServer
 from kvolt.runtime.metrics import Metrics

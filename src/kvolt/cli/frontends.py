@@ -5,9 +5,9 @@ from __future__ import annotations
 from urllib.parse import urlsplit
 
 from kvolt.api.cluster import Cluster, http_address, visit
+from kvolt.core.endpoints import EndpointAddress, Instance
 from kvolt.core.errors import ConfigError, KvoltError, Unavailable
 from kvolt.runtime.config.settings import Settings
-from kvolt.runtime.endpoint.address import EndpointAddress, Instance
 from kvolt.runtime.network import is_loopback, is_wildcard, split_address
 
 

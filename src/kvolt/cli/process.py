@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry
 from kvolt.runtime.admin import AdminServer
 from kvolt.runtime.clock import SystemClock, ThreadBlocking
 from kvolt.runtime.config.settings import Settings
-from kvolt.runtime.discovery.join_server import JoinServer
+from kvolt.runtime.join.server import JoinServer
 from kvolt.runtime.logs import setup_logs
 from kvolt.runtime.metrics import LoopLag, Metrics
 from kvolt.runtime.network import is_loopback, join_address

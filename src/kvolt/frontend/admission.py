@@ -10,12 +10,11 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from kvolt.core.endpoints import LOAD_TOPIC
+from kvolt.core.endpoints import LOAD_TOPIC, Instance
 from kvolt.core.errors import Overloaded
 from kvolt.core.load import LoadReport, WorkerLoad
 from kvolt.frontend.openai_api.responses import BusyThreshold
 from kvolt.frontend.shared_count import SharedSlot
-from kvolt.runtime.endpoint.address import Instance
 from kvolt.runtime.events.port import EventPlane
 from kvolt.runtime.plane.wire import MALFORMED
 

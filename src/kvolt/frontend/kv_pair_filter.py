@@ -10,9 +10,9 @@ import logging
 from collections import Counter
 
 from kvolt.core.card import KvSlabs
+from kvolt.core.endpoints import Instance
 from kvolt.core.ids import InstanceId
 from kvolt.journey.prefill import RoleTarget
-from kvolt.runtime.endpoint.address import Instance
 from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.worker.kv.compatibility import find_mismatch, slabs_of
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from kvolt.core.card import Capacity, ModelCard, card_hash
-from kvolt.core.endpoints import CARD
+from kvolt.core.endpoints import CARD, EndpointAddress, Instance
 from kvolt.core.errors import InvalidRequest, KvoltError, NotFound, Unavailable
 from kvolt.core.ids import CardHash
 from kvolt.core.request import Role
@@ -23,7 +23,6 @@ from kvolt.journey.prefill import RoleTarget
 from kvolt.journey.prefill_mode import PrefillModeRules
 from kvolt.router.registrations import Registrations
 from kvolt.runtime.config.router_settings import RouterSettings
-from kvolt.runtime.endpoint.address import EndpointAddress, Instance
 from kvolt.runtime.endpoint.call import open_stream
 from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.runtime.plane.port import Destination

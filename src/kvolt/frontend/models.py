@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from kvolt.core.card import HASH_SCHEME, EngineInfo, ModelCard
-from kvolt.core.endpoints import GENERATE
+from kvolt.core.endpoints import GENERATE, INSTANCES, EndpointAddress, decode_instance
 from kvolt.core.errors import InvalidRequest, KvoltError
 from kvolt.core.ids import CardHash
 from kvolt.core.request import Role
@@ -39,7 +39,6 @@ from kvolt.router.port import Router, RouterContext
 from kvolt.router.registrations import Registrations
 from kvolt.router.registry import ROUTERS, NewRouter
 from kvolt.runtime.discovery.port import Delete, Put, Synced
-from kvolt.runtime.endpoint.address import INSTANCES, EndpointAddress, decode_instance
 from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.runtime.plane.wire import MALFORMED
 from kvolt.runtime.runtime import Runtime

@@ -15,13 +15,13 @@ import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
+from kvolt.core.endpoints import EndpointAddress, Instance
 from kvolt.core.errors import KvoltError
 from kvolt.core.ids import InstanceId
 from kvolt.frontend.admission import Admission
 from kvolt.frontend.metrics.merged_metrics import Exposition, merge, render, snapshot
 from kvolt.frontend.openai_api.responses import BusyThreshold
 from kvolt.runtime.config.settings import AliasScheme
-from kvolt.runtime.endpoint.address import EndpointAddress, Instance
 from kvolt.runtime.endpoint.call import Deadlines
 from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.runtime.metric_families import gauge

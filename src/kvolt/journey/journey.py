@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from kvolt.core.delta import Delta, StageTimes, Usage
-from kvolt.core.endpoints import was_withdrawn
+from kvolt.core.endpoints import Instance, was_withdrawn
 from kvolt.core.errors import DeadlineExceeded, KvoltError, with_fields
 from kvolt.core.request import Handoff, Request
 from kvolt.journey import events
@@ -30,7 +30,6 @@ from kvolt.journey.reachable import route_when_reachable
 from kvolt.journey.remote_prompt import RemotePrompt, open_rendezvous
 from kvolt.router import breaker
 from kvolt.router.port import Decision
-from kvolt.runtime.endpoint.address import Instance
 from kvolt.runtime.endpoint.call import Call, Deadlines
 
 __all__ = ["Journey", "JourneyContext", "Receiver"]

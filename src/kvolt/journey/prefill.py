@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from kvolt.core.delta import Delta, StageTimes
-from kvolt.core.endpoints import CONTROL, Withdraw, WithdrawResult
+from kvolt.core.endpoints import CONTROL, EndpointAddress, Instance, Withdraw, WithdrawResult
 from kvolt.core.errors import Cancelled, DeadlineExceeded, KvoltError, ProtocolError
 from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import Handoff, LinkCosts, Rendezvous, Request
@@ -23,7 +23,6 @@ from kvolt.journey.links import with_link_costs
 from kvolt.router.breaker import Outcome, outcome_of
 from kvolt.router.policy.forecast import SupportsForecast
 from kvolt.router.port import Decision, Router
-from kvolt.runtime.endpoint.address import EndpointAddress, Instance
 from kvolt.runtime.endpoint.call import Call, Deadlines, open_stream
 from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.runtime.plane.port import Destination, RequestPlane

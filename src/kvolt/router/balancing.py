@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 
 from kvolt.core.delta import Usage
+from kvolt.core.endpoints import Instance
 from kvolt.core.errors import InvalidRequest
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request, Role
@@ -16,7 +17,6 @@ from kvolt.router.breaker import Breakers, Outcome
 from kvolt.router.filters import CandidateFilter
 from kvolt.router.policy.prompt_time import PromptTimes
 from kvolt.router.port import Decision
-from kvolt.runtime.endpoint.address import Instance
 from kvolt.runtime.endpoint.client import EndpointClient
 
 

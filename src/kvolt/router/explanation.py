@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
+from kvolt.core.endpoints import Instance
 from kvolt.core.errors import Unavailable, Unsupported
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request
@@ -14,7 +15,6 @@ from kvolt.router.kv_router import KvRouter
 from kvolt.router.policy.choice import CandidateCost
 from kvolt.router.port import Router
 from kvolt.router.queue.queue_router import QueueRouter, deciding_router
-from kvolt.runtime.endpoint.address import Instance
 from kvolt.runtime.endpoint.server import OWN_ENDPOINTS
 
 EXPLAIN_ENDPOINT = f"{OWN_ENDPOINTS}router.explain"

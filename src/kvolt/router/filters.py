@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from kvolt.core.endpoints import Instance, InstanceState
 from kvolt.core.errors import Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request, Role, RoutingHints
 from kvolt.router.breaker import ALL_FAILING, Attempt, Breakers, BreakerState, BreakerView, Outcome
 from kvolt.router.registrations import Registrations
 from kvolt.router.worker_rank import ranks_of
-from kvolt.runtime.endpoint.address import Instance, InstanceState
 from kvolt.runtime.endpoint.client import EndpointClient
 
 log = logging.getLogger(__name__)

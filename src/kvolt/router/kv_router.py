@@ -13,6 +13,7 @@ import msgspec
 
 from kvolt.core.card import EngineInfo
 from kvolt.core.delta import Usage
+from kvolt.core.endpoints import EndpointAddress, Instance
 from kvolt.core.ids import InstanceId
 from kvolt.core.kv_events import Tier
 from kvolt.core.load import LoadReport
@@ -29,7 +30,6 @@ from kvolt.router.port import Decision
 from kvolt.router.stats import RouterStats
 from kvolt.router.worker_rank import ReservedLoad, WorkerDpRank, WorkerRankLoad, ranks_of
 from kvolt.runtime.config.router_settings import RouterSettings
-from kvolt.runtime.endpoint.address import EndpointAddress, Instance
 from kvolt.runtime.endpoint.client import EndpointClient
 
 

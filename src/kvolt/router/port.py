@@ -9,11 +9,11 @@ from typing import Protocol
 import msgspec
 
 from kvolt.core.delta import Usage
+from kvolt.core.endpoints import Instance
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import KvSource, Request, Role
 from kvolt.router.breaker import Attempt, Outcome
 from kvolt.runtime.config.router_settings import RouterSettings
-from kvolt.runtime.endpoint.address import Instance
 from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.runtime.runtime import Runtime
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 import msgspec
 
 from kvolt.core.card import EngineInfo
+from kvolt.core.endpoints import Instance
 from kvolt.core.ids import InstanceId
-from kvolt.runtime.endpoint.address import Instance
 from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.runtime.plane.wire import MALFORMED
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from kvolt.runtime.endpoint.address import InstanceState
+from kvolt.core.endpoints import InstanceState
 
 STATUS_ENDPOINT = "kvolt.process.status"
 CONTROL_ENDPOINT = "kvolt.process.control"

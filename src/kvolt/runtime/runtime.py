@@ -14,11 +14,11 @@ from typing import Any
 
 import msgspec
 
+from kvolt.core.endpoints import EndpointAddress, Instance, InstanceState, encode_instance
 from kvolt.core.errors import AccessDenied, ConfigError, DiscoveryLost, KvoltError, Unsupported
 from kvolt.core.ids import InstanceId
 from kvolt.runtime.clock import Blocking, Clock, new_id
 from kvolt.runtime.discovery.port import Discovery, LeaseId
-from kvolt.runtime.endpoint.address import EndpointAddress, Instance, InstanceState, encode_instance
 from kvolt.runtime.endpoint.call import Deadlines
 from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.runtime.endpoint.registration import RegisteredKey

@@ -13,7 +13,6 @@ from kvolt.runtime.clock import Clock, SystemClock, ThreadBlocking, new_id
 from kvolt.runtime.config.loader import default_discovery_path
 from kvolt.runtime.config.settings import ClusterSettings, Settings
 from kvolt.runtime.discovery.file import FileDiscovery
-from kvolt.runtime.discovery.join import JoinDiscovery
 from kvolt.runtime.discovery.mem import MemDiscovery, MemStore
 from kvolt.runtime.discovery.port import Discovery
 from kvolt.runtime.endpoint.call import Deadlines
@@ -23,6 +22,7 @@ from kvolt.runtime.events.subscriber_queue import EventCounters
 from kvolt.runtime.events.zmq_plane import ZmqEvents
 from kvolt.runtime.events.zmq_sockets import ZmqOptions
 from kvolt.runtime.host.private_directory import make_private, untrusted_reason
+from kvolt.runtime.join.client import JoinDiscovery
 from kvolt.runtime.metrics import Metrics
 from kvolt.runtime.network import (
     Network,

@@ -16,7 +16,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from kvolt.core.card import EngineInfo
-from kvolt.core.endpoints import GENERATE, component_name
+from kvolt.core.endpoints import GENERATE, EndpointAddress, component_name
 from kvolt.core.request import Role
 from kvolt.engines.contract import EngineSpec
 from kvolt.engines.sim.engine import SimArguments, SimEngine
@@ -31,7 +31,6 @@ from kvolt.router.registry import ROUTERS, find_router, reads_kv_events
 from kvolt.runtime.clock import new_id
 from kvolt.runtime.config.router_settings import RouterSettings
 from kvolt.runtime.discovery.mem import MemDiscovery, MemStore
-from kvolt.runtime.endpoint.address import EndpointAddress
 from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.runtime.events.mem import MemEvents
 from kvolt.runtime.plane.connection import ConnectionOptions

@@ -24,6 +24,7 @@ from kvolt.core.endpoints import (
     GENERATE,
     KV_TOPIC,
     LOAD_TOPIC,
+    EndpointAddress,
     Withdraw,
     WithdrawResult,
     component_name,
@@ -35,7 +36,6 @@ from kvolt.core.kv_recovery import KvRecoveryRequest, KvRecoveryResponse
 from kvolt.core.load import LoadReport, WorkerLoad
 from kvolt.core.request import RENDEZVOUS_ADDRESS_KEY
 from kvolt.engines.contract import Calibrated, Engine, KvAddressable, MetricsProvider, features_of
-from kvolt.runtime.endpoint.address import EndpointAddress
 from kvolt.runtime.endpoint.server import msgpack_decoder
 from kvolt.runtime.health import State
 from kvolt.runtime.runtime import Runtime

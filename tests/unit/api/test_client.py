@@ -12,12 +12,12 @@ import pytest
 
 from kvolt import Client
 from kvolt.cli.process import running
+from kvolt.core.endpoints import EndpointAddress, InstanceState
 from kvolt.core.errors import ConfigError, InvalidRequest, NotFound, Unavailable
 from kvolt.core.request import Role
 from kvolt.engines.contract import EngineSpec
 from kvolt.engines.sim.engine import SimArguments, SimEngine
 from kvolt.runtime.config.loader import load
-from kvolt.runtime.endpoint.address import EndpointAddress, InstanceState
 from kvolt.runtime.security.identity import ProcessRole
 from kvolt.worker.worker import Worker
 

@@ -10,11 +10,11 @@ import pytest
 
 from kvolt.cli.main import main
 from kvolt.cli.process import running
+from kvolt.core.endpoints import EndpointAddress
 from kvolt.core.errors import ConfigError
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.config.loader import Override, load
 from kvolt.runtime.config.settings import Settings
-from kvolt.runtime.endpoint.address import EndpointAddress
 from kvolt.runtime.security.authority import ClusterAuthority
 from kvolt.runtime.security.identity import ProcessRole
 from kvolt.runtime.security.join_token import MAX_TTL_S, parse_token

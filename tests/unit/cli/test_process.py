@@ -11,11 +11,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from kvolt.cli.process import running
+from kvolt.core.endpoints import EndpointAddress, InstanceState
 from kvolt.core.errors import ConfigError
 from kvolt.runtime.clock import ThreadBlocking
 from kvolt.runtime.config.loader import Override, load
 from kvolt.runtime.config.settings import Settings
-from kvolt.runtime.endpoint.address import EndpointAddress, InstanceState
 from kvolt.runtime.metrics import Metrics
 from kvolt.runtime.security.identity import Identity, ProcessRole
 from kvolt.runtime.supervisor.plan import READY_FILE_VARIABLE, SUPERVISOR_PID_VARIABLE

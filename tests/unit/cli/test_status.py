@@ -17,7 +17,7 @@ from rich.console import Console
 from kvolt.api.cluster import ProcessView
 from kvolt.cli.main import main
 from kvolt.cli.status import picture
-from kvolt.runtime.endpoint.address import InstanceState
+from kvolt.core.endpoints import InstanceState
 from kvolt.runtime.process_control import EndpointStatus, ProcessStatus
 
 

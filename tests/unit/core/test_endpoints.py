@@ -5,10 +5,9 @@ from __future__ import annotations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvolt.core.endpoints import CARD, GENERATE, component_name
+from kvolt.core.endpoints import CARD, GENERATE, EndpointAddress, component_name
 from kvolt.core.ids import CardHash
 from kvolt.core.request import Role
-from kvolt.runtime.endpoint.address import EndpointAddress
 
 MODELS = st.text(st.characters(codec="utf-8"), max_size=80)
 CARDS = st.text("0123456789abcdef", min_size=1, max_size=32).map(CardHash)

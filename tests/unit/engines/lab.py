@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 
 from kvolt.core.card import EngineInfo, ModelCard
 from kvolt.core.delta import Delta, StepOutput
-from kvolt.core.endpoints import GENERATE, component_name
+from kvolt.core.endpoints import GENERATE, EndpointAddress, component_name
 from kvolt.core.ids import RequestId
 from kvolt.core.latency import LatencyModel
 from kvolt.core.request import Request, Role, Sampling, StopConditions
@@ -37,7 +37,6 @@ from kvolt.frontend.tenants.store import KeyStore
 from kvolt.router.registry import find_router
 from kvolt.runtime.clock import new_id
 from kvolt.runtime.discovery.mem import MemDiscovery, MemStore
-from kvolt.runtime.endpoint.address import EndpointAddress
 from kvolt.runtime.endpoint.call import Deadlines, ResponseStream
 from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.runtime.events.mem import MemBus, MemEvents

@@ -13,14 +13,13 @@ from msgspec.structs import replace
 from tests.unit.engines.lab import MODEL, Frontend, Lab, RunningWorker
 from tests.unit.frontend.serving import served
 
-from kvolt.core.endpoints import LOAD_TOPIC
+from kvolt.core.endpoints import LOAD_TOPIC, EndpointAddress, Instance
 from kvolt.core.errors import Overloaded
 from kvolt.core.ids import InstanceId
 from kvolt.core.load import LoadReport, StepStats, WorkerLoad
 from kvolt.frontend import admission
 from kvolt.frontend.admission import Admission, WorkerLoads, is_busy
 from kvolt.frontend.openai_api.responses import BusyThreshold
-from kvolt.runtime.endpoint.address import EndpointAddress, Instance
 from kvolt.runtime.events.mem import MemBus, MemEvents
 from kvolt.runtime.tasks import TaskGroup
 from kvolt.testing import run_virtual

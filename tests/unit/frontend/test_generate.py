@@ -27,6 +27,7 @@ from tests.unit.frontend.serving import TOOL, WHOLE, Answering, saying, served
 from tokenizers import Tokenizer
 
 from kvolt.core.delta import Delta, FinishReason, StepOutput, TokenLogprobs
+from kvolt.core.endpoints import Instance, encode_instance
 from kvolt.core.errors import ErrorInfo, InvalidRequest
 from kvolt.core.hashing import local_hashes, request_seed, sequence_hashes
 from kvolt.core.ids import InstanceId, RequestId
@@ -43,7 +44,6 @@ from kvolt.frontend.openai_api.headers import NO_HINTS, RequestHints
 from kvolt.frontend.tokenization import preprocess
 from kvolt.frontend.tokenization.token_cache import CachedEncoder
 from kvolt.frontend.worker_request import build_request, check_prompt_logprobs
-from kvolt.runtime.endpoint.address import Instance, encode_instance
 from kvolt.runtime.http.server import HttpLimits
 from kvolt.runtime.tasks import Scope
 from kvolt.testing import InlineBlocking

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from tests.unit.engines.lab import ARGUMENTS, MODEL, NAMESPACE, Frontend, Lab, ScriptedEngine, sim, until
 
 from kvolt.core.card import EngineInfo, ModelCard, card_hash
-from kvolt.core.endpoints import CARD, GENERATE, component_name
+from kvolt.core.endpoints import CARD, GENERATE, EndpointAddress, Instance, component_name, encode_instance
 from kvolt.core.errors import InvalidRequest, NotFound, Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Role
@@ -21,7 +21,6 @@ from kvolt.engines.sim.engine import SimArguments
 from kvolt.frontend.model import ModelOptions
 from kvolt.frontend.models import Models
 from kvolt.frontend.tokenization.preprocess import ParserNames
-from kvolt.runtime.endpoint.address import EndpointAddress, Instance, encode_instance
 from kvolt.runtime.runtime import Runtime
 from kvolt.testing import run_virtual
 

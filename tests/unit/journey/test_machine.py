@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvolt.core.endpoints import EndpointAddress, Instance
 from kvolt.core.errors import (
     Cancelled,
     ConnectFailed,
@@ -47,7 +48,6 @@ from kvolt.journey.events import (
 )
 from kvolt.journey.machine import IllegalTransition, JourneyMachine
 from kvolt.router.port import Decision
-from kvolt.runtime.endpoint.address import EndpointAddress, Instance
 
 RETRYABLE = [
     WorkerLost("w"),

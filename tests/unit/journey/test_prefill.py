@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvolt.core.delta import Delta
+from kvolt.core.endpoints import EndpointAddress, Instance
 from kvolt.core.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -40,7 +41,6 @@ from kvolt.journey.events import (
 from kvolt.journey.machine import JourneyMachine
 from kvolt.journey.prefill import PrefillCall, RoleTarget
 from kvolt.router.port import Decision
-from kvolt.runtime.endpoint.address import EndpointAddress, Instance
 from kvolt.runtime.endpoint.call import Deadlines
 from kvolt.runtime.tasks import TaskGroup
 

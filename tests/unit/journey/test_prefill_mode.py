@@ -7,6 +7,7 @@ from msgspec.structs import replace
 from tests.unit.engines.lab import make_request
 
 from kvolt.core.delta import StageTimes, Usage
+from kvolt.core.endpoints import EndpointAddress, Instance
 from kvolt.core.errors import Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import LinkCosts, Request, Role, RoutingHints, Sampling
@@ -20,7 +21,6 @@ from kvolt.journey.prefill_mode import (
 )
 from kvolt.router.policy.forecast import Forecast
 from kvolt.router.port import Decision
-from kvolt.runtime.endpoint.address import EndpointAddress, Instance
 
 BLOCK = 16
 P0, D0 = InstanceId("p0"), InstanceId("d0")

@@ -10,12 +10,12 @@ import msgspec
 import pytest
 from tests.unit.engines.lab import make_request
 
+from kvolt.core.endpoints import EndpointAddress, Instance
 from kvolt.core.errors import Overloaded, Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Handoff, Request, Role, RoutingHints
 from kvolt.journey.reachable import route_when_reachable
 from kvolt.router.port import Decision
-from kvolt.runtime.endpoint.address import EndpointAddress, Instance
 from kvolt.testing.virtual.loop import run_virtual
 
 A, B = InstanceId("a"), InstanceId("b")

@@ -9,11 +9,11 @@ from msgspec.structs import replace
 from tests.unit.engines.adapter_lab import WithAdapters
 from tests.unit.engines.lab import Lab, make_request, until
 
+from kvolt.core.endpoints import EndpointAddress
 from kvolt.core.errors import Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request, Role, RoutingHints
 from kvolt.router.balancing import RoundRobinRouter
-from kvolt.runtime.endpoint.address import EndpointAddress
 from kvolt.testing import run_virtual
 
 

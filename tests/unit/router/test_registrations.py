@@ -9,9 +9,9 @@ import msgspec
 import pytest
 from tests.unit.router.policy.test_roster import info
 
+from kvolt.core.endpoints import EndpointAddress, Instance
 from kvolt.core.ids import InstanceId
 from kvolt.router.registrations import Registrations
-from kvolt.runtime.endpoint.address import EndpointAddress, Instance
 
 ENDPOINT = EndpointAddress("n", "c", "e")
 

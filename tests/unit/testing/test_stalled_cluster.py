@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from kvolt.core.card import card_hash
-from kvolt.core.endpoints import GENERATE, component_name
+from kvolt.core.endpoints import GENERATE, EndpointAddress, component_name
 from kvolt.core.errors import KvoltError
 from kvolt.core.ids import RequestId
 from kvolt.core.latency import LatencyModel
@@ -31,13 +31,12 @@ from kvolt.router.service.client import remote_router
 from kvolt.router.service.link import RouterLink
 from kvolt.router.service.service import RouterService
 from kvolt.runtime.clock import new_id
-from kvolt.runtime.discovery.join import JoinDiscovery
-from kvolt.runtime.discovery.join_server import JoinServer
 from kvolt.runtime.discovery.mem import MemDiscovery, MemStore
 from kvolt.runtime.discovery.port import Discovery
-from kvolt.runtime.endpoint.address import EndpointAddress
 from kvolt.runtime.endpoint.call import Deadlines
 from kvolt.runtime.events.mem import MemBus, MemEvents
+from kvolt.runtime.join.client import JoinDiscovery
+from kvolt.runtime.join.server import JoinServer
 from kvolt.runtime.plane.port import RequestPlane
 from kvolt.runtime.plane.tcp_plane import tcp_plane
 from kvolt.runtime.runtime import Ports, ProcessOptions, Runtime

@@ -25,7 +25,7 @@ from tests.unit.engines.lab import (
 
 from kvolt.core.card import EngineInfo
 from kvolt.core.delta import StepOutput
-from kvolt.core.endpoints import CONTROL, was_withdrawn
+from kvolt.core.endpoints import CONTROL, EndpointAddress, InstanceState, was_withdrawn
 from kvolt.core.errors import InvalidRequest, NotFound, Unavailable, Unsupported
 from kvolt.core.ids import RequestId
 from kvolt.core.kv_events import HASHES_DTYPE, KvDigest, Stored, digest_of
@@ -40,7 +40,6 @@ from kvolt.core.kv_recovery import (
 from kvolt.frontend.admin.worker_commands import clear_kv_blocks
 from kvolt.journey.prefill import withdraw_request
 from kvolt.runtime.admin import COMMANDS
-from kvolt.runtime.endpoint.address import EndpointAddress, InstanceState
 from kvolt.runtime.endpoint.call import open_stream
 from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.runtime.plane.port import Destination

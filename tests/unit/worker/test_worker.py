@@ -21,7 +21,7 @@ from tests.unit.engines.lab import (
 
 from kvolt.core.card import EngineInfo, ModelCard, card_hash
 from kvolt.core.delta import Delta, FinishReason, StepOutput
-from kvolt.core.endpoints import CARD, LOAD_TOPIC
+from kvolt.core.endpoints import CARD, LOAD_TOPIC, EndpointAddress
 from kvolt.core.errors import (
     DeadlineExceeded,
     EngineDied,
@@ -38,7 +38,6 @@ from kvolt.core.load import LoadReport, WorkerLoad
 from kvolt.core.request import Grammar, GrammarKind, Sampling
 from kvolt.engines.sim.model import word_token_ids
 from kvolt.engines.sim.script import answer_tokens
-from kvolt.runtime.endpoint.address import EndpointAddress
 from kvolt.runtime.endpoint.call import Deadlines, ResponseStream, open_stream
 from kvolt.runtime.plane.port import Destination
 from kvolt.runtime.tasks import Scope

@@ -19,14 +19,13 @@ from prometheus_client.registry import Collector
 
 from kvolt.cli.process import Process
 from kvolt.cli.worker.fleet import FleetMetrics
-from kvolt.core.endpoints import ATTACHED_DETAILS
+from kvolt.core.endpoints import ATTACHED_DETAILS, InstanceState
 from kvolt.core.errors import ConfigError, KvoltError
 from kvolt.core.request import Role
 from kvolt.engines.contract import EngineSpec
 from kvolt.engines.registry import build_engine, parse_argument
 from kvolt.engines.remote import RemoteEngine
 from kvolt.runtime.config.settings import Settings
-from kvolt.runtime.endpoint.address import InstanceState
 from kvolt.runtime.health import Health, State
 from kvolt.runtime.network import join_address, split_address
 from kvolt.runtime.runtime import Runtime

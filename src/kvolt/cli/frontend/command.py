@@ -17,6 +17,7 @@ from kvolt.cli.flags import option
 from kvolt.cli.frontend.access import open_access
 from kvolt.cli.frontend.edge_member import SETTLE_S, Member, Membership
 from kvolt.cli.process import Process, run_process
+from kvolt.core.endpoints import EndpointAddress
 from kvolt.frontend.admin.explain import RouteExplainer
 from kvolt.frontend.admin.lora_admin import load_adapter, unload_adapter
 from kvolt.frontend.admin.trace_recorder import TraceRecorder
@@ -37,7 +38,6 @@ from kvolt.router.service.metrics import LinkCollector
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.config.loader import LoadedConfig
 from kvolt.runtime.config.settings import FrontendSettings, Settings
-from kvolt.runtime.endpoint.address import EndpointAddress
 from kvolt.runtime.host.memory import return_freed_memory, settle_garbage_collector
 from kvolt.runtime.http.cors import CorsPolicy
 from kvolt.runtime.http.server import HttpLimits

@@ -23,11 +23,11 @@ from kvolt.bench.traces.writing import UnsortedTrace
 from kvolt.cli.frontends import find_frontends
 from kvolt.cli.process import run_loop
 from kvolt.cli.progress import run_until_signal, show_live
+from kvolt.core.endpoints import Instance
 from kvolt.core.errors import ConfigError, KvoltError, NotFound, Unavailable
 from kvolt.frontend.admin.trace_recorder import MAX_DURATION_S, TRACE_ENDPOINT, RecordedPart, RecordTrace
 from kvolt.runtime.clock import Clock, SystemClock
 from kvolt.runtime.config.loader import LoadedConfig
-from kvolt.runtime.endpoint.address import Instance
 from kvolt.runtime.endpoint.call import Deadlines
 from kvolt.runtime.plane.port import Destination
 from kvolt.runtime.tasks import Scope

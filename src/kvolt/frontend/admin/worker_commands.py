@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvolt.core.endpoints import CONTROL
+from kvolt.core.endpoints import CONTROL, EndpointAddress, Instance
 from kvolt.core.errors import KvoltError, Unsupported
 from kvolt.frontend.model import Model
 from kvolt.frontend.models import Models
-from kvolt.runtime.endpoint.address import EndpointAddress, Instance
 from kvolt.runtime.endpoint.call import Deadlines, open_stream
 from kvolt.runtime.plane.port import Destination
 from kvolt.runtime.runtime import Runtime

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from kvolt.core.endpoints import EndpointAddress, Instance
 from kvolt.core.errors import KvoltError
 from kvolt.core.ids import InstanceId
 from kvolt.frontend.tenants.leases import LeaseReply, LeaseRequest, Limiter, Pool
 from kvolt.frontend.tenants.limits import Amounts, Limit, LimitState, Refusal, TenantBudget
 from kvolt.frontend.tenants.records import Tenant
-from kvolt.runtime.endpoint.address import EndpointAddress, Instance
 from kvolt.runtime.endpoint.call import Deadlines
 from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.runtime.plane.wire import MALFORMED

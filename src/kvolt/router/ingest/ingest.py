@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvolt.core.card import HASH_SCHEME, EngineInfo
-from kvolt.core.endpoints import KV_TOPIC
+from kvolt.core.endpoints import KV_TOPIC, Instance
 from kvolt.core.errors import KvoltError
 from kvolt.core.ids import InstanceId
 from kvolt.core.kv_events import KvEventBatch
@@ -26,7 +26,6 @@ from kvolt.router.ingest.feed import EventFeed, FeedState, IngestStats
 from kvolt.router.ingest.pools import POOL_RANKS, PoolSharing, WorkerPools, is_pool
 from kvolt.router.ingest.recovery import request_recovery
 from kvolt.router.ingest.slots import InstanceSlots
-from kvolt.runtime.endpoint.address import Instance
 from kvolt.runtime.endpoint.call import Deadlines
 from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.runtime.events.port import EventStream

@@ -12,9 +12,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvolt.core.endpoints import CONTROL, KV_POOL
+from kvolt.core.endpoints import CONTROL, KV_POOL, EndpointAddress, Instance
 from kvolt.core.ids import InstanceId
-from kvolt.runtime.endpoint.address import EndpointAddress, Instance
 from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.runtime.plane.wire import MALFORMED
 from kvolt.runtime.runtime import Runtime

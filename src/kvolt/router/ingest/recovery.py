@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import msgspec
 
-from kvolt.core.endpoints import CONTROL
+from kvolt.core.endpoints import CONTROL, EndpointAddress, Instance
 from kvolt.core.errors import InvalidRequest, KvoltError, NotFound, ProtocolError, Unavailable, Unsupported
 from kvolt.core.ids import InstanceId
 from kvolt.core.kv_events import HASH_BYTES, KvEventBatch, Tier
@@ -18,7 +18,6 @@ from kvolt.core.kv_recovery import (
     KvSnapshotPart,
 )
 from kvolt.router.ingest.feed import RecoveryRefused, ReplayReceived, Response, SnapshotReceived
-from kvolt.runtime.endpoint.address import EndpointAddress, Instance
 from kvolt.runtime.endpoint.call import Deadlines, open_stream
 from kvolt.runtime.plane.port import Destination, RequestPlane
 from kvolt.runtime.plane.wire import MALFORMED

@@ -12,6 +12,7 @@ from functools import partial
 import msgspec
 
 from kvolt.core.delta import Usage
+from kvolt.core.endpoints import Instance, InstanceState
 from kvolt.core.errors import Unavailable, from_info
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request, Role
@@ -22,7 +23,6 @@ from kvolt.router.port import Decision, Router, RouterContext, WithdrawHook
 from kvolt.router.registry import NewRouter
 from kvolt.router.service.link import RemoteReservation, RouterLink
 from kvolt.router.service.messages import RouteRequest, to_route_request
-from kvolt.runtime.endpoint.address import Instance, InstanceState
 from kvolt.runtime.endpoint.client import EndpointClient
 
 _MAX_ATTEMPTS = 2

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvolt.core.delta import Usage
+from kvolt.core.endpoints import Instance
 from kvolt.core.errors import DeadlineExceeded, KvoltError, NetworkFault
 from kvolt.core.ids import InstanceId
 from kvolt.router.breaker import Outcome
@@ -30,7 +31,6 @@ from kvolt.router.service.messages import (
     router_endpoint,
 )
 from kvolt.runtime.clock import new_id
-from kvolt.runtime.endpoint.address import Instance
 from kvolt.runtime.endpoint.call import Call, Deadlines, open_call, open_stream
 from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.runtime.plane.port import Destination

@@ -17,13 +17,13 @@ from typing import Annotated
 import msgspec
 
 from kvolt.core.delta import Usage
+from kvolt.core.endpoints import EndpointAddress
 from kvolt.core.errors import ErrorInfo
 from kvolt.core.ids import InstanceId
 from kvolt.core.kv_events import check_packed_hashes, pack_hashes, unpack_hashes
 from kvolt.core.request import Handoff, KvSource, Request, Role, Sampling
 from kvolt.router.breaker import Outcome
 from kvolt.router.port import Decision
-from kvolt.runtime.endpoint.address import EndpointAddress
 from kvolt.runtime.endpoint.server import OWN_ENDPOINTS
 
 SESSION_ENDPOINT = f"{OWN_ENDPOINTS}router.session"

@@ -16,7 +16,7 @@ from typing import Self
 
 import msgspec
 
-from kvolt.core.endpoints import QUEUE_DETAILS
+from kvolt.core.endpoints import QUEUE_DETAILS, EndpointAddress, Instance
 from kvolt.core.errors import KvoltError, Overloaded, Unavailable, to_info
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request, Role
@@ -39,7 +39,6 @@ from kvolt.router.service.messages import (
     to_response,
 )
 from kvolt.runtime.config.router_settings import RouterSettings
-from kvolt.runtime.endpoint.address import EndpointAddress, Instance
 from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.runtime.endpoint.server import msgpack_decoder
 from kvolt.runtime.plane.port import IncomingStream

@@ -1,1 +1,1 @@
-"""Endpoints: addresses, calling an endpoint, serving one, keeping its registration."""
+"""Endpoints: calling one, serving one, keeping its registration."""

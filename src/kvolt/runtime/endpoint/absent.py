@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kvolt.core.endpoints import Instance
 from kvolt.core.ids import InstanceId
-from kvolt.runtime.endpoint.address import Instance
 
 
 class AbsentInstances:

@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from kvolt.core.endpoints import EndpointAddress, Instance, InstanceState, decode_instance
 from kvolt.core.errors import KvoltError, NetworkFault, Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.runtime.discovery.port import Delete, Discovery, Put
 from kvolt.runtime.endpoint.absent import AbsentInstances
-from kvolt.runtime.endpoint.address import EndpointAddress, Instance, InstanceState, decode_instance
 from kvolt.runtime.endpoint.call import Call, Deadlines, ResponseStream, decode_any, open_call
 from kvolt.runtime.plane.port import Destination, RequestPlane
 from kvolt.runtime.plane.streams import Decode, Sink

@@ -6,9 +6,8 @@ and register what workers need, and nothing that attracts prompts or controls ot
 
 from __future__ import annotations
 
-from kvolt.core.endpoints import CARD, CONTROL, GENERATE, KV, KV_POOL
+from kvolt.core.endpoints import CARD, CONTROL, GENERATE, INSTANCES, KV, KV_POOL, decode_instance
 from kvolt.core.errors import AccessDenied
-from kvolt.runtime.endpoint.address import INSTANCES, decode_instance
 from kvolt.runtime.process_control import CONTROL_ENDPOINT, STATUS_ENDPOINT
 from kvolt.runtime.security.identity import Identity, ProcessRole
 

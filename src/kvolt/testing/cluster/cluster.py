@@ -38,13 +38,13 @@ from kvolt.router.service.link import RouterLink
 from kvolt.router.service.service import RouterService
 from kvolt.runtime.clock import new_id
 from kvolt.runtime.config.router_settings import RouterSettings
-from kvolt.runtime.discovery.join import JoinDiscovery
-from kvolt.runtime.discovery.join_server import JoinServer
 from kvolt.runtime.discovery.mem import MemDiscovery, MemStore
 from kvolt.runtime.discovery.port import Discovery
 from kvolt.runtime.endpoint.call import Deadlines
 from kvolt.runtime.events.mem import MemBus
 from kvolt.runtime.events.port import EventPlane
+from kvolt.runtime.join.client import JoinDiscovery
+from kvolt.runtime.join.server import JoinServer
 from kvolt.runtime.plane.connection import ConnectionOptions
 from kvolt.runtime.plane.port import RequestPlane
 from kvolt.runtime.plane.session import SessionLimits

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 import msgspec
 
 from kvolt.core.load import WorkerLoad
-from kvolt.runtime.discovery.join_server import HOLD, WATCH
+from kvolt.runtime.join.server import HOLD, WATCH
 from kvolt.runtime.plane.session import Session
 from kvolt.runtime.plane.tcp_plane import TcpPlane
 from kvolt.runtime.runtime import Runtime

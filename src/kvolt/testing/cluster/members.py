@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import cast
 
 from kvolt.core.card import EngineInfo, card_hash
-from kvolt.core.endpoints import GENERATE, KV_TOPIC, component_name
+from kvolt.core.endpoints import GENERATE, KV_TOPIC, EndpointAddress, component_name
 from kvolt.core.latency import LatencyModel
 from kvolt.core.request import Role
 from kvolt.engines.contract import Engine, EngineSpec
@@ -21,7 +21,6 @@ from kvolt.kv.tiers.slot_memory import BlockShape
 from kvolt.router.port import RouterContext
 from kvolt.router.registry import NewRouter
 from kvolt.runtime.config.router_settings import RouterSettings
-from kvolt.runtime.endpoint.address import EndpointAddress
 from kvolt.runtime.events.mem import MemBus, MemEvents
 from kvolt.runtime.runtime import Runtime
 from kvolt.testing.cluster.checked_router import CheckedRouter

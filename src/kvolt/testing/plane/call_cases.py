@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from kvolt.core.delta import Delta, FinishReason, Usage
-from kvolt.runtime.endpoint.address import EndpointAddress
+from kvolt.core.endpoints import EndpointAddress
 from kvolt.runtime.logs import bind, current_context
 from kvolt.runtime.tasks import Scope
 from kvolt.testing.cases import cases_in, expect

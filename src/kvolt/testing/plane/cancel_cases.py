@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+from kvolt.core.endpoints import EndpointAddress
 from kvolt.core.errors import Cancelled
-from kvolt.runtime.endpoint.address import EndpointAddress
 from kvolt.runtime.tasks import Scope
 from kvolt.testing.cases import cases_in, expect, fails
 from kvolt.testing.plane.harness import Case, Harness, Probe, answers, client_of, count_to, served, until

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+from kvolt.core.endpoints import EndpointAddress
 from kvolt.core.errors import (
     Cancelled,
     ConfigError,
@@ -18,7 +19,6 @@ from kvolt.core.errors import (
     Unavailable,
     Unsupported,
 )
-from kvolt.runtime.endpoint.address import EndpointAddress
 from kvolt.testing.cases import SOON_S, cases_in, expect, fails
 from kvolt.testing.plane.harness import ENDPOINT, Case, Harness, answers, client_of, collect, count_to, served
 

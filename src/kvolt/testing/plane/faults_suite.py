@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
 
+from kvolt.core.endpoints import InstanceState
 from kvolt.core.errors import Cancelled, ConnectFailed, DeadlineExceeded, KvoltError, Unavailable, WorkerLost
-from kvolt.runtime.endpoint.address import InstanceState
 from kvolt.runtime.endpoint.call import Deadlines
 from kvolt.runtime.tasks import Scope, TaskGroup
 from kvolt.testing.cases import SOON_S, cases_in, expect, fails

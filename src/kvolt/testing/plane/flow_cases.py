@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from kvolt.core.delta import Delta, FinishReason, Usage
+from kvolt.core.endpoints import EndpointAddress
 from kvolt.core.errors import KvoltError, Overloaded, PayloadTooLarge
-from kvolt.runtime.endpoint.address import EndpointAddress
 from kvolt.runtime.plane.port import IncomingStream
 from kvolt.runtime.tasks import Scope
 from kvolt.testing.cases import SOON_S, cases_in, expect, fails

@@ -13,9 +13,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from kvolt.core.endpoints import EndpointAddress
 from kvolt.runtime.clock import Blocking, Clock, new_id
 from kvolt.runtime.discovery.mem import MemDiscovery, MemStore
-from kvolt.runtime.endpoint.address import EndpointAddress
 from kvolt.runtime.endpoint.call import ResponseStream
 from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.runtime.events.mem import MemBus, MemEvents

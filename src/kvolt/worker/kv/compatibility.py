@@ -13,11 +13,17 @@ import logging
 import msgspec
 
 from kvolt.core.card import EngineInfo, KvSlabs
-from kvolt.core.endpoints import GENERATE, component_name
+from kvolt.core.endpoints import (
+    GENERATE,
+    EndpointAddress,
+    Instance,
+    InstanceState,
+    component_name,
+    decode_instance,
+)
 from kvolt.core.errors import ConfigError, DiscoveryLost, Unsupported
 from kvolt.core.request import Role
 from kvolt.engines.contract import Engine, KvAddressable
-from kvolt.runtime.endpoint.address import EndpointAddress, Instance, InstanceState, decode_instance
 from kvolt.runtime.plane.wire import MALFORMED
 from kvolt.runtime.runtime import Runtime
 from kvolt.transfer.memory.layout import SlabLayout, why_incompatible

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 
-from kvolt.core.endpoints import CONTROL, KV_POOL, KV_TOPIC
+from kvolt.core.endpoints import CONTROL, KV_POOL, KV_TOPIC, EndpointAddress
 from kvolt.core.ids import InstanceId
 from kvolt.core.kv_events import KvChange
 from kvolt.core.kv_recovery import KvRecoveryRequest, KvRecoveryResponse
@@ -17,7 +17,6 @@ from kvolt.kv.shared_pool.server import PoolServer
 from kvolt.kv.shared_pool.tier import PoolTier
 from kvolt.kv.tiers.host_tier import HostTier
 from kvolt.router.ingest.recovery import MAX_BLOCKS
-from kvolt.runtime.endpoint.address import EndpointAddress
 from kvolt.runtime.runtime import Runtime
 from kvolt.worker.kv.event_publisher import KvJournal, answer_recovery, split_change
 from kvolt.worker.kv.held_blocks import HeldBlocks

@@ -13,6 +13,7 @@ from tests.unit.engines.remote.fake_server import FakeServer
 from kvolt.cli.frontend.attach import Attached, parse_attached
 from kvolt.cli.frontend.command import configure
 from kvolt.cli.process import Process, running
+from kvolt.core.endpoints import InstanceState
 from kvolt.core.errors import ConfigError
 from kvolt.runtime.config.settings import (
     AdminSettings,
@@ -21,7 +22,6 @@ from kvolt.runtime.config.settings import (
     FrontendSettings,
     Settings,
 )
-from kvolt.runtime.endpoint.address import InstanceState
 from kvolt.runtime.health import State
 from kvolt.runtime.security.identity import ProcessRole
 from kvolt.runtime.tasks import Scope

@@ -20,6 +20,7 @@ from tests.unit.engines.remote.fake_server import FakeServer
 from kvolt.cli.main import main
 from kvolt.cli.router import explain as router_explain
 from kvolt.cli.router.explain import body_of, reasons, show
+from kvolt.core.endpoints import EndpointAddress, Instance
 from kvolt.core.errors import ConfigError
 from kvolt.core.ids import InstanceId
 from kvolt.frontend.admin.explain import FRONTEND_EXPLAIN_ENDPOINT, ExplainRoute
@@ -27,7 +28,6 @@ from kvolt.router.explanation import Candidate, ExcludedWorker, Explanation, Pre
 from kvolt.router.policy.choice import CandidateCost
 from kvolt.runtime.admin import AdminServer
 from kvolt.runtime.clock import SystemClock
-from kvolt.runtime.endpoint.address import EndpointAddress, Instance
 from kvolt.runtime.health import Health
 from kvolt.runtime.metrics import Metrics
 from kvolt.runtime.network import SocketNetwork

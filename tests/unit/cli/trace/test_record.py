@@ -17,12 +17,12 @@ from kvolt.cli.frontends import find_frontends
 from kvolt.cli.main import main
 from kvolt.cli.trace import record as trace_record
 from kvolt.cli.trace.record import RecordingRun
+from kvolt.core.endpoints import EndpointAddress, Instance
 from kvolt.core.errors import ConfigError, KvoltError, NotFound, Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.core.trace import TraceRecord
 from kvolt.frontend.admin.trace_recorder import RecordedPart, RecordTrace
 from kvolt.runtime.config.settings import Settings
-from kvolt.runtime.endpoint.address import EndpointAddress, Instance
 from kvolt.testing import run_virtual
 from kvolt.testing.virtual.loop import VirtualClock
 

@@ -19,12 +19,11 @@ from kvolt.cli.process import Process, running
 from kvolt.cli.worker.command import check_engine
 from kvolt.cli.worker.fleet import WorkerFleet
 from kvolt.core.delta import Delta
-from kvolt.core.endpoints import KV_TOPIC, LOAD_TOPIC
+from kvolt.core.endpoints import KV_TOPIC, LOAD_TOPIC, Instance, InstanceState, decode_instance
 from kvolt.core.errors import ConfigError, DiscoveryLost, EngineDied
 from kvolt.core.kv_events import KvEventBatch
 from kvolt.core.load import LoadReport
 from kvolt.runtime.config.settings import Settings, WorkerSettings
-from kvolt.runtime.endpoint.address import Instance, InstanceState, decode_instance
 from kvolt.runtime.endpoint.call import Deadlines, open_stream
 from kvolt.runtime.health import State
 from kvolt.runtime.plane.port import Destination

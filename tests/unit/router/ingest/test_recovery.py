@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from tests.unit.engines.lab import NAMESPACE, Lab
 
-from kvolt.core.endpoints import CONTROL, GENERATE
+from kvolt.core.endpoints import CONTROL, GENERATE, EndpointAddress, Instance
 from kvolt.core.errors import InvalidRequest, KvoltError, NotFound, Overloaded, ProtocolError, Unsupported
 from kvolt.core.ids import InstanceId
 from kvolt.core.kv_events import KvDigest, KvEvent, KvEventBatch, Removed, Tier
@@ -24,7 +24,6 @@ from kvolt.core.kv_recovery import (
 from kvolt.router.ingest import recovery as ingest_asking
 from kvolt.router.ingest.feed import RecoveryRefused, ReplayReceived, SnapshotReceived
 from kvolt.router.ingest.recovery import request_recovery
-from kvolt.runtime.endpoint.address import EndpointAddress, Instance
 from kvolt.runtime.endpoint.call import Deadlines
 from kvolt.testing import run_virtual
 

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from tests.unit.engines.lab import make_request
 
 from kvolt.core.delta import Usage
+from kvolt.core.endpoints import EndpointAddress, Instance
 from kvolt.core.errors import Overloaded, Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request, Role, RoutingHints
@@ -27,7 +28,6 @@ from kvolt.router.queue.queue_router import (
 from kvolt.router.queue.queued_request import constraints_of, tokens_of
 from kvolt.router.queue.waiting_queue import Order
 from kvolt.runtime.config.router_settings import RouterSettings
-from kvolt.runtime.endpoint.address import EndpointAddress, Instance
 from kvolt.testing import run_virtual
 
 

@@ -10,12 +10,12 @@ from msgspec.structs import replace
 from tests.unit.engines.lab import make_request
 
 from kvolt.core.delta import Usage
+from kvolt.core.endpoints import EndpointAddress, Instance
 from kvolt.core.errors import Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request, Role, RoutingHints
 from kvolt.router.port import Decision, WithdrawHook
 from kvolt.router.queue.withdrawals import WithdrawalOptions, WithdrawalPlanner
-from kvolt.runtime.endpoint.address import EndpointAddress, Instance
 
 REQUEST = make_request()
 

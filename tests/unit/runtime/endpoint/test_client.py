@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from kvolt.core.endpoints import EndpointAddress, Instance, InstanceState, encode_instance
 from kvolt.core.errors import ConnectFailed, InvalidRequest, KvoltError, Unavailable, WorkerLost
 from kvolt.core.ids import InstanceId
 from kvolt.runtime.discovery.mem import MemDiscovery, MemStore
 from kvolt.runtime.discovery.port import LeaseId
-from kvolt.runtime.endpoint.address import EndpointAddress, Instance, InstanceState, encode_instance
 from kvolt.runtime.endpoint.call import Deadlines, ResponseStream, open_stream
 from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.runtime.plane.connection import Connection, ConnectionOptions

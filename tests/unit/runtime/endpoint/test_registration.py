@@ -8,10 +8,10 @@ import random
 
 import pytest
 
+from kvolt.core.endpoints import EndpointAddress
 from kvolt.core.errors import DiscoveryLost
 from kvolt.runtime.clock import new_id
 from kvolt.runtime.discovery.mem import MemDiscovery, MemStore
-from kvolt.runtime.endpoint.address import EndpointAddress
 from kvolt.runtime.endpoint.registration import RegisteredKey
 from kvolt.runtime.events.mem import MemBus, MemEvents
 from kvolt.runtime.plane.tcp_plane import tcp_plane

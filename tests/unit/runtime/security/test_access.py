@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 from tests.unit.runtime.security.test_secure_network import credentials
 
+from kvolt.core.endpoints import EndpointAddress, Instance, encode_instance
 from kvolt.core.errors import AccessDenied, ConfigError, ConnectFailed
 from kvolt.core.ids import InstanceId
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.config.settings import ClusterSettings
-from kvolt.runtime.discovery import join_server
-from kvolt.runtime.endpoint.address import EndpointAddress, Instance, encode_instance
 from kvolt.runtime.endpoint.call import Deadlines, decode_any, open_stream
 from kvolt.runtime.events.zmq_sockets import registrations_prefix
+from kvolt.runtime.join import server as join_server
 from kvolt.runtime.plane.connection import ConnectionOptions
 from kvolt.runtime.plane.port import Destination
 from kvolt.runtime.plane.tcp_plane import TcpPlane

@@ -12,6 +12,7 @@ import pytest
 
 import kvolt.testing.cluster.leftovers as leftovers_module
 from kvolt.core.block_key import BlockKeyChain
+from kvolt.core.endpoints import EndpointAddress, Instance
 from kvolt.core.errors import DeadlineExceeded, NotFound, TransferFailed
 from kvolt.core.ids import BlockKey, InstanceId, RequestId
 from kvolt.core.kv_events import Cleared, KvChange, KvEvent, KvEventBatch, Removed, Stored, Tier, digest_of
@@ -31,7 +32,6 @@ from kvolt.router.ingest.feed import (
 )
 from kvolt.router.ingest.slots import InstanceSlots
 from kvolt.router.port import Decision
-from kvolt.runtime.endpoint.address import EndpointAddress, Instance
 from kvolt.testing.cluster.checked_router import CheckedRouter
 from kvolt.testing.cluster.kv_check import BlockContents, EventReplicas, KvCheck
 from kvolt.testing.cluster.kv_mover import KvBoard, VirtualMover

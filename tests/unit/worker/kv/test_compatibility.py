@@ -12,10 +12,10 @@ from tests.unit.worker.test_roles import Air, engine_of, start
 
 from kvolt.core.block_key import KvLayout
 from kvolt.core.card import KvSlabs
+from kvolt.core.endpoints import INSTANCES, decode_instance
 from kvolt.core.errors import ConfigError, DiscoveryLost
 from kvolt.core.request import Role
 from kvolt.engines.sim.engine import SimEngine
-from kvolt.runtime.endpoint.address import INSTANCES, decode_instance
 from kvolt.testing import run_virtual
 from kvolt.transfer.memory.layout import SlabLayout
 from kvolt.transfer.memory.slabs import Slab

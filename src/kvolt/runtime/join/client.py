@@ -34,11 +34,11 @@ from kvolt.core.errors import (
     NotFound,
     WorkerLost,
 )
-from kvolt.runtime.discovery import join_server as join
-from kvolt.runtime.discovery.join_mirror import Mirror
 from kvolt.runtime.discovery.port import LeaseId, WatchEvent, check_key
 from kvolt.runtime.discovery.store_state import Backoff, StoreState
 from kvolt.runtime.endpoint.call import Deadlines, ResponseStream, open_stream
+from kvolt.runtime.join import server as join
+from kvolt.runtime.join.mirror import Mirror
 from kvolt.runtime.plane.port import Destination, RequestPlane
 from kvolt.runtime.plane.streams import Decode
 from kvolt.runtime.tasks import TaskGroup

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvolt.core.errors import ConfigError
-from kvolt.core.ids import InstanceId
-from kvolt.runtime.endpoint.address import (
+from kvolt.core.endpoints import (
     EndpointAddress,
     Instance,
     InstanceState,
     decode_instance,
     encode_instance,
 )
+from kvolt.core.errors import ConfigError
+from kvolt.core.ids import InstanceId
 
 ENDPOINT = EndpointAddress("ns", "worker", "generate")
 INSTANCE = Instance(id=InstanceId("7f"), endpoint=ENDPOINT, address="10.0.0.1:7400")

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
-from kvolt.runtime.discovery.join_server import WatchItem
 from kvolt.runtime.discovery.port import Delete, Put, WatchEvent
 from kvolt.runtime.discovery.watch import Watches
+from kvolt.runtime.join.server import WatchItem
 
 
 class Mirror:

@@ -17,10 +17,14 @@ from tests.unit.runtime.security.certificates import issued_credentials
 from kvolt.core.errors import Cancelled, DiscoveryLost, InvalidRequest, KeyConflict, NotFound
 from kvolt.core.ids import InstanceId
 from kvolt.runtime.clock import Clock, SystemClock
-from kvolt.runtime.discovery import join_server
 from kvolt.runtime.discovery.file import FileDiscovery
-from kvolt.runtime.discovery.join import JoinDiscovery
-from kvolt.runtime.discovery.join_server import (
+from kvolt.runtime.discovery.mem import MemDiscovery, MemStore
+from kvolt.runtime.discovery.port import Discovery
+from kvolt.runtime.endpoint.call import Deadlines, open_stream
+from kvolt.runtime.endpoint.server import EndpointServer
+from kvolt.runtime.join import server as join_server
+from kvolt.runtime.join.client import JoinDiscovery
+from kvolt.runtime.join.server import (
     DELETE,
     HOLD,
     PUT,
@@ -31,10 +35,6 @@ from kvolt.runtime.discovery.join_server import (
     KeyRequest,
     PutRequest,
 )
-from kvolt.runtime.discovery.mem import MemDiscovery, MemStore
-from kvolt.runtime.discovery.port import Discovery
-from kvolt.runtime.endpoint.call import Deadlines, open_stream
-from kvolt.runtime.endpoint.server import EndpointServer
 from kvolt.runtime.network import Network, SocketNetwork
 from kvolt.runtime.plane.connection import ConnectionOptions
 from kvolt.runtime.plane.port import Destination, IncomingStream

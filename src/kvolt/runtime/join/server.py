@@ -5,7 +5,7 @@ see the same cluster; the store refuses a put over another lease's key. A client
 stream. When the stream breaks or the client falls silent, the lease can be held again within its ttl. A client
 whose stall outlasts the lease sees its `hold` end, and restores everything.
 
-A full server evicts leases of the address with the highest use (see `join_shares`).
+A full server evicts leases of the address with the highest use (see `shares`).
 
 A lease id is a secret of its client: 128 random bits, never shown or logged here. A connection without it can neither
 hold, use nor revoke the lease; a reconnecting client proves with it that it owns the lease.
@@ -34,9 +34,9 @@ from msgspec import Meta
 from kvolt.core.errors import AccessDenied, DiscoveryLost, KeyConflict, NotFound, Overloaded, Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.runtime.clock import Clock
-from kvolt.runtime.discovery.join_shares import LeaseShares
 from kvolt.runtime.discovery.port import Delete, Discovery, LeaseId, Put, Synced
 from kvolt.runtime.endpoint.server import EndpointServer, msgpack_decoder
+from kvolt.runtime.join.shares import LeaseShares
 from kvolt.runtime.plane.port import IncomingStream
 from kvolt.runtime.security.access import check_registration
 from kvolt.runtime.security.identity import Identity

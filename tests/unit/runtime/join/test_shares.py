@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvolt.runtime.discovery.join_shares import LeaseShares
+from kvolt.runtime.join.shares import LeaseShares
 
 
 @dataclass(eq=False)
