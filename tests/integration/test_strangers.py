@@ -24,7 +24,7 @@ from kvolt.core.errors import KeyConflict
 from kvolt.runtime.network import split_address
 from kvolt.runtime.plane import wire
 from kvolt.runtime.plane.wire import FrameKind
-from kvolt.transfer.peer.wire import Hello, to_frame
+from kvolt.transfer.reads.wire import Hello, to_frame
 
 MB = 1 << 20
 ASK = {"model": MODEL, "prompt": "Hi", "max_tokens": 5}

@@ -29,8 +29,8 @@ from kvolt.runtime.plane.served_stream import ServedStream
 from kvolt.runtime.plane.session import Session, SessionLimits
 from kvolt.runtime.plane.stats import PlaneStats
 from kvolt.transfer.paths.capabilities import Capabilities
-from kvolt.transfer.peer import wire as transfer_wire
-from kvolt.transfer.peer.wire import FrameReader, decode_ticket
+from kvolt.transfer.reads import wire as transfer_wire
+from kvolt.transfer.reads.wire import FrameReader, decode_ticket
 from kvolt.worker.kv import handoffs
 from kvolt.worker.kv import rendezvous as meetings
 from kvolt.worker.kv.mover import _read_tickets

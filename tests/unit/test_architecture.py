@@ -67,7 +67,8 @@ PURE_MODULES = {
     "scheduler": "*",
     "transfer/memory": "layout",
     "transfer/paths": "lanes link_speeds routes",
-    "transfer/peer": "offers read_request wire",
+    "transfer/peer": "offers",
+    "transfer/reads": "read_request wire",
     "worker/kv": "held_blocks",
 }
 """Folder below src/kvolt -> its pure modules."""

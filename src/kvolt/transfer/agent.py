@@ -35,15 +35,15 @@ from kvolt.transfer.memory.slabs import Numbers, Slab
 from kvolt.transfer.paths.capabilities import MachineFacts, capabilities_of
 from kvolt.transfer.paths.machine import probe_machine
 from kvolt.transfer.paths.path_watch import PathOptions, PathWatch
-from kvolt.transfer.peer import wire
 from kvolt.transfer.peer.handshakes import TlsContexts
 from kvolt.transfer.peer.hub import Hub, ListenOptions
 from kvolt.transfer.peer.mailbox import MAX_MAILBOX, PostedMessage, Waiter
 from kvolt.transfer.peer.offers import Offer
-from kvolt.transfer.peer.read_op import ReadOp
-from kvolt.transfer.peer.read_request import ALL, new_read_request
 from kvolt.transfer.peer.sockets import format_address, parse_address
-from kvolt.transfer.peer.wire import MAX_BLOCKS, MAX_MESSAGE_BYTES, SECRET_BYTES, Address, Ticket
+from kvolt.transfer.reads import wire
+from kvolt.transfer.reads.read_op import ReadOp
+from kvolt.transfer.reads.read_request import ALL, new_read_request
+from kvolt.transfer.reads.wire import MAX_BLOCKS, MAX_MESSAGE_BYTES, SECRET_BYTES, Address, Ticket
 from kvolt.transfer.transfer_handle import ReceiveHandle, TransferHandle
 
 log = logging.getLogger(__name__)

@@ -15,9 +15,9 @@ import numpy as np
 
 from kvolt.runtime.security.credentials import Credentials
 from kvolt.transfer.agent import TransferAgent, TransferOptions
+from kvolt.transfer.memory.device_memory import MemoryKind
 from kvolt.transfer.memory.slabs import Slab, SlabInfo
-from kvolt.transfer.paths.lanes import MemoryKind
-from kvolt.transfer.peer.wire import (
+from kvolt.transfer.reads.wire import (
     Address,
     FrameReader,
     Hello,

@@ -28,8 +28,8 @@ from kvolt.transfer.memory import block_bytes
 from kvolt.transfer.memory.layout import IncompatibleLayout, SlabLayout
 from kvolt.transfer.memory.slabs import Slab
 from kvolt.transfer.peer import chunks
-from kvolt.transfer.peer import read_op as read_op_module
-from kvolt.transfer.peer.wire import Address, Hello, decode_ticket, encode_ticket, to_frame
+from kvolt.transfer.reads import read_op as read_op_module
+from kvolt.transfer.reads.wire import Address, Hello, decode_ticket, encode_ticket, to_frame
 from kvolt.transfer.transfer_handle import OperationState
 
 BLOCK = 4096

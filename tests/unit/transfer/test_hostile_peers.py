@@ -25,12 +25,12 @@ from tests.unit.transfer.hostile_lab import (
 )
 
 from kvolt.core.errors import Cancelled, InvalidRequest, NetworkFault, ProtocolError, Unsupported, to_info
+from kvolt.transfer.memory.device_memory import MemoryKind
 from kvolt.transfer.memory.slabs import SlabInfo
-from kvolt.transfer.paths.lanes import MemoryKind
 from kvolt.transfer.peer import connection, hub, serving
 from kvolt.transfer.peer.offers import Offer
-from kvolt.transfer.peer.read_op import ReadOp
-from kvolt.transfer.peer.wire import (
+from kvolt.transfer.reads.read_op import ReadOp
+from kvolt.transfer.reads.wire import (
     CHUNK,
     MAX_FRAME_BYTES,
     Address,

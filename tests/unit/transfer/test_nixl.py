@@ -30,13 +30,14 @@ from kvolt.core.errors import (
 from kvolt.transfer.memory.layout import SlabLayout
 from kvolt.transfer.memory.pieces import Pieces
 from kvolt.transfer.memory.slabs import Slab
-from kvolt.transfer.nixl import library as nixl_library
 from kvolt.transfer.nixl import read as nixl_read
 from kvolt.transfer.nixl.memory import unit_bytes_of, units_of
 from kvolt.transfer.nixl.path import Nixl
+from kvolt.transfer.paths import nixl_library
 from kvolt.transfer.peer import checksum_task as summing
-from kvolt.transfer.peer import read_op as read_op_module
-from kvolt.transfer.peer import serving, wire
+from kvolt.transfer.peer import serving
+from kvolt.transfer.reads import read_op as read_op_module
+from kvolt.transfer.reads import wire
 
 if nixl_library.find_package() is None:
     pytest.skip(f"NIXL is not installed: {nixl_library.REMEDY}", allow_module_level=True)

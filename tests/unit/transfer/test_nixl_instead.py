@@ -12,9 +12,9 @@ from tests.unit.transfer.nixl_lab import BLOCK, NUM, SOON_S, Side, new_sides, pr
 from kvolt.core.errors import ConfigError, Unsupported
 from kvolt.transfer.agent import TransferAgent, TransferOptions
 from kvolt.transfer.memory.slabs import Slab
-from kvolt.transfer.nixl import library as nixl_library
 from kvolt.transfer.nixl.path import Nixl
-from kvolt.transfer.peer.wire import NixlSlab
+from kvolt.transfer.paths import nixl_library
+from kvolt.transfer.reads.wire import NixlSlab
 
 if nixl_library.find_package() is None:
     pytest.skip(f"NIXL is not installed: {nixl_library.REMEDY}", allow_module_level=True)
@@ -131,7 +131,7 @@ def test_ucx_that_has_no_way_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_logging_of_the_process_stays_as_it_is() -> None:
     code = """if True:
         import logging
-        from kvolt.transfer.nixl import library
+        from kvolt.transfer.paths import nixl_library as library
         library._load()
         print(logging.raiseExceptions, logging.getLogger("nixl").handlers)
     """

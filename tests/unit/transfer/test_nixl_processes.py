@@ -23,9 +23,9 @@ from tests.unit.transfer.nixl_lab import (
 from kvolt.core.errors import NetworkFault
 from kvolt.transfer.agent import Operation
 from kvolt.transfer.memory.slabs import Slab
-from kvolt.transfer.nixl import library as nixl_library
 from kvolt.transfer.nixl import read as nixl_read
-from kvolt.transfer.peer import read_op as reading
+from kvolt.transfer.paths import nixl_library
+from kvolt.transfer.reads import read_op as reading
 from kvolt.transfer.transfer_handle import OperationState
 
 if nixl_library.find_package() is None:

@@ -25,10 +25,10 @@ from kvolt.core.errors import (
     DeadlineExceeded,
     WorkerLost,
 )
-from kvolt.transfer.nixl import library as nixl_library
 from kvolt.transfer.nixl import path as nixl_path
 from kvolt.transfer.nixl import read as nixl_read
-from kvolt.transfer.peer import read_op as reading
+from kvolt.transfer.paths import nixl_library
+from kvolt.transfer.reads import read_op as reading
 from kvolt.transfer.transfer_handle import OperationState
 
 if nixl_library.find_package() is None:

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from kvolt.core.errors import KvoltError, Unsupported, WorkerLost
+from kvolt.transfer.memory.device_memory import MemoryKind
 from kvolt.transfer.memory.pieces import Pieces
 from kvolt.transfer.memory.slabs import Slab, SlabInfo
 from kvolt.transfer.nixl import memory as nixl_memory
 from kvolt.transfer.nixl import path as nixl_path
 from kvolt.transfer.nixl.memory import NixlMemory, units_of
 from kvolt.transfer.nixl.path import Nixl
-from kvolt.transfer.paths.lanes import MemoryKind
-from kvolt.transfer.peer.progress import Timer, Work
-from kvolt.transfer.peer.wire import Address, NixlSlab
+from kvolt.transfer.reads.progress import Timer, Work
+from kvolt.transfer.reads.wire import Address, NixlSlab
 
 HERE = Address("a", "127.0.0.1", 1, "")
 

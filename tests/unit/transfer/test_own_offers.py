@@ -11,7 +11,7 @@ import pytest
 from kvolt.core.errors import Cancelled, DeadlineExceeded
 from kvolt.transfer.agent import TransferAgent
 from kvolt.transfer.memory.slabs import Slab
-from kvolt.transfer.peer import read_op as read_op_module
+from kvolt.transfer.reads import read_op as read_op_module
 
 SOON_S = 20.0
 BLOCK = 4096

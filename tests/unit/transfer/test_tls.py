@@ -27,7 +27,7 @@ from kvolt.transfer.memory.layout import SlabLayout
 from kvolt.transfer.memory.slabs import Slab
 from kvolt.transfer.peer import handshakes
 from kvolt.transfer.peer.handshakes import TlsContexts
-from kvolt.transfer.peer.wire import decode_ticket, encode_ticket
+from kvolt.transfer.reads.wire import decode_ticket, encode_ticket
 
 OVER_TCP = TransferOptions(shared_memory=False)
 BLOCK = 4096
@@ -411,7 +411,7 @@ async def test_certificates_are_renewed_during_a_transfer() -> None:
 def test_nixl_is_reported_as_not_encrypted(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvolt.transfer.nixl.library.require_package", lambda: None)
+    monkeypatch.setattr("kvolt.transfer.paths.nixl_library.require_package", lambda: None)
     with caplog.at_level(logging.WARNING):
         TransferAgent(TransferOptions(nixl=True), credentials=tls_lab.of_worker()).close()
         TransferAgent(TransferOptions(nixl=True)).close()

@@ -17,9 +17,9 @@ import msgspec
 from kvolt.core.card import Link
 from kvolt.core.errors import KvoltError
 from kvolt.transfer.agent import TransferAgent, TransferOptions
-from kvolt.transfer.nixl import library as nixl_library
+from kvolt.transfer.paths import nixl_library
 from kvolt.transfer.paths.capabilities import UNTESTED, MachineFacts, missing_paths
-from kvolt.transfer.paths.self_test import new_slab
+from kvolt.transfer.reads.self_test import new_slab
 
 _FIRST_READ_S = 10.0
 """NIXL takes most of a second to start."""

@@ -10,7 +10,7 @@ from kvolt.cli.flags import option, switch
 from kvolt.core.errors import ConfigError
 from kvolt.kv.tiers.sizes import Watermarks, parse_capacity
 from kvolt.runtime.config.settings import TierSettings, WorkerSettings
-from kvolt.transfer.nixl import library as nixl_library
+from kvolt.transfer.paths import nixl_library
 
 
 def add_tier_flags(parser: argparse.ArgumentParser, is_brief: bool = False) -> argparse._ArgumentGroup:

@@ -7,6 +7,7 @@ small, so a transfer that is stopped between two calls has stopped.
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import StrEnum
 from typing import Protocol
 
 import msgspec
@@ -19,6 +20,16 @@ MAX_PIECES = 1 << 18
 """Pieces per step: the host has work per piece."""
 DEVICE_STEP_BYTES = 1 << 30
 """Bytes per step between devices: a millisecond on one device, tens of milliseconds over PCIe."""
+
+
+class MemoryKind(StrEnum):
+    HOST = "host"
+    """Private pageable memory of one process."""
+    SHARED = "shared"
+    """Mappable by other processes of the host through its descriptor."""
+    PINNED = "pinned"
+    """Shared and page-locked for CUDA."""
+    DEVICE = "device"
 
 
 class DeviceHandle(msgspec.Struct, frozen=True):

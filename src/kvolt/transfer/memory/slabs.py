@@ -18,11 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvolt.core.errors import InvalidRequest
-from kvolt.transfer.memory.device_memory import DeviceMemory, Memory
+from kvolt.transfer.memory.device_memory import DeviceMemory, Memory, MemoryKind
 from kvolt.transfer.memory.layout import SlabLayout
 from kvolt.transfer.memory.pieces import Pieces
 from kvolt.transfer.memory.populate import populate
-from kvolt.transfer.paths.lanes import MemoryKind
 
 _FINAL_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _SEAL_FUTURE_WRITE = 0x0010

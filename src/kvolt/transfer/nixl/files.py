@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from kvolt.core.errors import TransferFailed, Unsupported
 from kvolt.transfer.memory.slabs import Numbers, Slab
-from kvolt.transfer.nixl import library as nixl_library
+from kvolt.transfer.paths import nixl_library
 
 log = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvolt.core.errors import Unsupported
+from kvolt.transfer.memory.device_memory import MemoryKind
 from kvolt.transfer.memory.pieces import Pieces
 from kvolt.transfer.memory.slabs import Slab
-from kvolt.transfer.paths.lanes import MemoryKind
 
 Units = npt.NDArray[np.int32]
 

@@ -19,16 +19,15 @@ from typing import Any
 from kvolt.core.errors import KvoltError, ProtocolError, TransferFailed, Unsupported, WorkerLost
 from kvolt.transfer.memory.pieces import check_pieces
 from kvolt.transfer.memory.slabs import Numbers, Slab
-from kvolt.transfer.nixl import library as nixl_library
 from kvolt.transfer.nixl.memory import LocalMemory, NixlMemory, is_one_sided
 from kvolt.transfer.nixl.read import NixlRead
-from kvolt.transfer.peer.progress import Progress, Timer
-from kvolt.transfer.peer.read_op import ReadOp
-from kvolt.transfer.peer.wire import Address, NixlSlab
+from kvolt.transfer.paths import nixl_library
+from kvolt.transfer.reads.progress import Progress, Timer
+from kvolt.transfer.reads.read_op import NIXL, ReadOp
+from kvolt.transfer.reads.wire import Address, NixlSlab
 
 log = logging.getLogger(__name__)
 
-NIXL = "nixl"
 _EAGER_POLL_S = 1e-3
 _IDLE_POLL_S = 1e-3
 _MAX_DESCRIPTIONS = 4096

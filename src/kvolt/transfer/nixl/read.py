@@ -20,8 +20,8 @@ from typing import Any
 from kvolt.core.errors import WorkerLost
 from kvolt.transfer.memory.pieces import Pieces
 from kvolt.transfer.nixl.memory import NixlMemory, unit_bytes_of, units_of
-from kvolt.transfer.peer.read_op import ReadOp
-from kvolt.transfer.peer.wire import Address
+from kvolt.transfer.reads.read_op import ReadOp
+from kvolt.transfer.reads.wire import Address
 
 STEP_BYTES = 4 << 20
 """Bytes per part. Between processes of one host the kernel copies it during the call, in about a millisecond."""

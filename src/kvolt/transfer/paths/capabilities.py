@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from kvolt.transfer.nixl import library as nixl_library
+from kvolt.transfer.paths import nixl_library
 
 MIN_LOCKED_BYTES = 1 << 30
 """Minimum limit on locked memory for RDMA, which locks whole slabs."""

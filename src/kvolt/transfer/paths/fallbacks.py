@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
-from kvolt.transfer.paths.lanes import MemoryKind, Place
+from kvolt.transfer.memory.device_memory import MemoryKind
+from kvolt.transfer.paths.lanes import Place
 from kvolt.transfer.paths.link_speeds import LinkSpeeds
 from kvolt.transfer.paths.path_choice import bytes_per_s, lane_name
 from kvolt.transfer.paths.routes import Lack, NoRoute, Route, Sides, plan

@@ -1,4 +1,4 @@
-"""Memory kinds and places, and the table of lanes with estimated costs. Pure.
+"""Places of memory, and the table of lanes with estimated costs. Pure.
 
 A path is a way of moving bytes (shm, tcp, ...). A lane is a path between two kinds of memory. The same path can be a
 hundred times slower with another kind of memory at one end, so speeds belong to lanes.
@@ -12,15 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
-
-class MemoryKind(StrEnum):
-    HOST = "host"
-    """Private pageable memory of one process."""
-    SHARED = "shared"
-    """Mappable by other processes of the host through its descriptor."""
-    PINNED = "pinned"
-    """Shared and page-locked for CUDA."""
-    DEVICE = "device"
+from kvolt.transfer.memory.device_memory import MemoryKind
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

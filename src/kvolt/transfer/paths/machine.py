@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
-from kvolt.transfer.nixl import library as nixl_library
+from kvolt.transfer.paths import nixl_library
 from kvolt.transfer.paths.capabilities import MachineFacts
 
 _DEV = Path("/dev")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from kvolt.transfer.memory.device_memory import MemoryKind
 from kvolt.transfer.paths.capabilities import Capabilities
-from kvolt.transfer.paths.lanes import Lane, MemoryKind, lanes
+from kvolt.transfer.paths.lanes import Lane, lanes
 from kvolt.transfer.paths.link_speeds import LinkSpeeds
 from kvolt.transfer.paths.routes import TYPICAL_PIECE_BYTES, NoRoute, Sides, plan
 

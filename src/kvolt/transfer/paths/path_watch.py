@@ -16,9 +16,10 @@ from functools import cached_property
 import msgspec
 
 from kvolt.core.card import Link
+from kvolt.transfer.memory.device_memory import MemoryKind
 from kvolt.transfer.paths.capabilities import Capabilities
 from kvolt.transfer.paths.fallbacks import find_fallback, table_route
-from kvolt.transfer.paths.lanes import MemoryKind, Place
+from kvolt.transfer.paths.lanes import Place
 from kvolt.transfer.paths.link_speeds import LinkSpeeds
 from kvolt.transfer.paths.path_choice import MIN_PROVEN_READS, Choice, choose, lane_name
 from kvolt.transfer.paths.routes import Route, Sides

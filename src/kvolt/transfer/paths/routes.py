@@ -17,8 +17,9 @@ from typing import NamedTuple
 import msgspec
 
 from kvolt.core.errors import Fault, KvoltError
+from kvolt.transfer.memory.device_memory import MemoryKind
 from kvolt.transfer.paths.capabilities import Capabilities
-from kvolt.transfer.paths.lanes import Lane, MemoryKind, Place, lanes
+from kvolt.transfer.paths.lanes import Lane, Place, lanes
 from kvolt.transfer.paths.link_speeds import LinkSpeeds
 
 TYPICAL_PIECE_BYTES = 256 << 10

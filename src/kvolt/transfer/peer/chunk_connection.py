@@ -10,12 +10,12 @@ from collections import deque
 from collections.abc import Callable
 
 from kvolt.core.errors import ConnectFailed, KvoltError, ProtocolError, WorkerLost
-from kvolt.transfer.peer import wire
 from kvolt.transfer.peer.chunks import ChunkReceiver, ChunkSink
 from kvolt.transfer.peer.connection import FrameConnection
 from kvolt.transfer.peer.handshakes import Handshakes
-from kvolt.transfer.peer.progress import Progress
 from kvolt.transfer.peer.sockets import OnConnected, connect, host_port
+from kvolt.transfer.reads import wire
+from kvolt.transfer.reads.progress import Progress
 
 CONNECT_S = 10.0
 """Deadline for the Welcome message."""

@@ -19,11 +19,10 @@ import numpy as np
 from kvolt.core.errors import ProtocolError, WorkerLost
 from kvolt.transfer.memory import block_bytes
 from kvolt.transfer.memory.pieces import Pieces, Sums
-from kvolt.transfer.peer.progress import Progress
 from kvolt.transfer.peer.streams import stream_of
-from kvolt.transfer.peer.wire import CHUNK
+from kvolt.transfer.reads.progress import Progress
+from kvolt.transfer.reads.wire import CHUNK, CHUNK_BYTES
 
-CHUNK_BYTES = 1 << 20
 _MAX_CHUNK_BLOCKS = CHUNK_BYTES
 """Blocks per chunk: a block has at least one byte."""
 _STEP_BYTES = 8 << 20

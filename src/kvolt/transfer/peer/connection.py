@@ -12,10 +12,10 @@ from selectors import EVENT_READ, EVENT_WRITE
 
 from kvolt.core.errors import KvoltError, Overloaded, ProtocolError, WorkerLost
 from kvolt.runtime.plane.byte_budget import ByteBudget
-from kvolt.transfer.peer.progress import Progress, Timer
 from kvolt.transfer.peer.sockets import host_of
 from kvolt.transfer.peer.streams import stream_of
-from kvolt.transfer.peer.wire import MAX_FRAME_BYTES, FrameReader, Message, to_frame
+from kvolt.transfer.reads.progress import Progress, Timer
+from kvolt.transfer.reads.wire import MAX_FRAME_BYTES, FrameReader, Message, to_frame
 
 log = logging.getLogger(__name__)
 

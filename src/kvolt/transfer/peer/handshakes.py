@@ -16,8 +16,8 @@ from typing import Protocol
 
 from kvolt.core.errors import ConnectFailed, KvoltError, Overloaded, ProtocolError
 from kvolt.runtime.security.identity import ProcessRole, identity_of
-from kvolt.transfer.peer.progress import Progress
 from kvolt.transfer.peer.sockets import OnConnected
+from kvolt.transfer.reads.progress import Progress
 
 log = logging.getLogger(__name__)
 

@@ -30,20 +30,20 @@ from kvolt.runtime.clock import Clock
 from kvolt.runtime.network import peer_group
 from kvolt.runtime.plane.byte_budget import ByteBudget
 from kvolt.transfer.memory.slabs import Slab
-from kvolt.transfer.nixl import library as nixl_library
 from kvolt.transfer.nixl.path import Nixl
-from kvolt.transfer.paths import self_test
+from kvolt.transfer.paths import nixl_library
 from kvolt.transfer.paths.capabilities import Capabilities
 from kvolt.transfer.paths.path_watch import PathOptions, PathWatch
 from kvolt.transfer.peer.handshakes import Handshakes, TlsContexts
 from kvolt.transfer.peer.link import Link
 from kvolt.transfer.peer.mailbox import Mailboxes, Waiter
 from kvolt.transfer.peer.offers import Offer, Offers, select_blocks
-from kvolt.transfer.peer.progress import Progress
-from kvolt.transfer.peer.read_op import COPY, ReadOp
 from kvolt.transfer.peer.serving import ServingSession
 from kvolt.transfer.peer.sockets import Listener, host_of, listen_tcp, listen_unix, resolve
-from kvolt.transfer.peer.wire import MAX_FRAME_BYTES, Address
+from kvolt.transfer.reads import self_test
+from kvolt.transfer.reads.progress import Progress
+from kvolt.transfer.reads.read_op import COPY, ReadOp
+from kvolt.transfer.reads.wire import MAX_FRAME_BYTES, Address
 
 log = logging.getLogger(__name__)
 

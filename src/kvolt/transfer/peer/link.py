@@ -23,22 +23,21 @@ from kvolt.core.errors import (
     from_info,
 )
 from kvolt.runtime.plane.byte_budget import ByteBudget
-from kvolt.transfer.memory.device_memory import Memory
+from kvolt.transfer.memory.device_memory import Memory, MemoryKind
 from kvolt.transfer.memory.slabs import Numbers
 from kvolt.transfer.nixl.memory import RAM
-from kvolt.transfer.nixl.path import NIXL, Nixl
-from kvolt.transfer.paths.lanes import MemoryKind
+from kvolt.transfer.nixl.path import Nixl
 from kvolt.transfer.paths.path_watch import PathWatch
-from kvolt.transfer.paths.peer_paths import PeerPaths
-from kvolt.transfer.peer import wire
 from kvolt.transfer.peer.chunk_connection import Action, ActionQueue, ChunkConnection, ConnectAttempt, OnError
 from kvolt.transfer.peer.connection import FrameConnection
 from kvolt.transfer.peer.handshakes import KEY_REMEDY, Handshakes
 from kvolt.transfer.peer.mailbox import Waiter
 from kvolt.transfer.peer.peer_memory import PeerMemory
-from kvolt.transfer.peer.progress import Progress
-from kvolt.transfer.peer.read_op import SHM, TCP, ReadOp
 from kvolt.transfer.peer.sockets import SocketProbe, host_port
+from kvolt.transfer.reads import wire
+from kvolt.transfer.reads.peer_paths import PeerPaths
+from kvolt.transfer.reads.progress import Progress
+from kvolt.transfer.reads.read_op import NIXL, SHM, TCP, ReadOp
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvolt.core.errors import Cancelled, DeadlineExceeded, InvalidRequest, KvoltError, Overloaded
-from kvolt.transfer.peer.progress import Progress, Timer
+from kvolt.transfer.reads.progress import Progress, Timer
 
 MAX_POSTS = 4096
 MAX_WAITERS = 4096

@@ -14,7 +14,7 @@ import numpy as np
 from kvolt.core.errors import Cancelled, DeadlineExceeded, InvalidRequest, KvoltError, NotFound, Overloaded
 from kvolt.transfer.memory.pieces import Pieces
 from kvolt.transfer.memory.slabs import Numbers, Slab
-from kvolt.transfer.peer.wire import Fetch
+from kvolt.transfer.reads.wire import Fetch
 
 MAX_OFFERS = 65_536
 MAX_PIECES = 1 << 24

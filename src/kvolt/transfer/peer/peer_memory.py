@@ -6,10 +6,9 @@ import mmap
 import os
 
 from kvolt.core.errors import ProtocolError
-from kvolt.transfer.memory.device_memory import DeviceMemory
+from kvolt.transfer.memory.device_memory import DeviceMemory, MemoryKind
 from kvolt.transfer.memory.slabs import SlabInfo, map_for_reading
-from kvolt.transfer.paths.lanes import MemoryKind
-from kvolt.transfer.peer import wire
+from kvolt.transfer.reads import wire
 
 _MAX_SLABS = 1024
 """Per kind of memory."""

@@ -23,20 +23,20 @@ from kvolt.core.errors import (
     to_info,
 )
 from kvolt.runtime.plane.byte_budget import ByteBudget
-from kvolt.transfer.memory.device_memory import DeviceMemory
+from kvolt.transfer.memory.device_memory import DeviceMemory, MemoryKind
 from kvolt.transfer.memory.pieces import Pieces
 from kvolt.transfer.memory.slabs import Numbers, Slab
 from kvolt.transfer.memory.staging import Staging
-from kvolt.transfer.nixl.path import NIXL, Nixl
-from kvolt.transfer.paths.lanes import MemoryKind
+from kvolt.transfer.nixl.path import Nixl
 from kvolt.transfer.paths.path_watch import PathWatch
-from kvolt.transfer.peer import wire
 from kvolt.transfer.peer.checksum_task import ChecksumTask
 from kvolt.transfer.peer.chunks import ChunkSender, OutgoingBlocks
 from kvolt.transfer.peer.connection import FrameConnection
 from kvolt.transfer.peer.mailbox import Mailboxes, Waiter
 from kvolt.transfer.peer.offers import MAX_PIECES, CheckedFetch, Offer, Offers, check_fetch
-from kvolt.transfer.peer.progress import Progress
+from kvolt.transfer.reads import wire
+from kvolt.transfer.reads.progress import Progress
+from kvolt.transfer.reads.read_op import NIXL
 
 log = logging.getLogger(__name__)
 

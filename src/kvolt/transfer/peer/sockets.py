@@ -17,8 +17,8 @@ from collections.abc import Callable
 from selectors import EVENT_READ, EVENT_WRITE
 
 from kvolt.core.errors import ConfigError, ConnectFailed, InvalidRequest
-from kvolt.transfer.peer.progress import Progress
-from kvolt.transfer.peer.wire import Address
+from kvolt.transfer.reads.progress import Progress
+from kvolt.transfer.reads.wire import Address
 
 log = logging.getLogger(__name__)
 

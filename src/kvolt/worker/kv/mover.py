@@ -20,7 +20,7 @@ from kvolt.runtime.tasks import TaskGroup
 from kvolt.transfer.agent import OfferHandle, Operation, TransferAgent
 from kvolt.transfer.memory.layout import SlabLayout, sources_for
 from kvolt.transfer.memory.slabs import Slab
-from kvolt.transfer.peer.wire import decode_ticket
+from kvolt.transfer.reads.wire import decode_ticket
 
 _SEED_BYTES = 8
 _MAX_RANKS = 1024

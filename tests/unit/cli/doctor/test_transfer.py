@@ -13,8 +13,8 @@ from kvolt.cli.doctor.transfer import Finding, transfer_findings, tried_finding
 from kvolt.core.card import Link
 from kvolt.core.errors import Unsupported
 from kvolt.transfer.agent import TransferOptions
-from kvolt.transfer.paths import self_test
 from kvolt.transfer.paths.capabilities import MachineFacts
+from kvolt.transfer.reads import self_test
 
 FULL = MachineFacts(nixl_package="nixl_cu12", rdma_devices=("mlx5_0",))
 

@@ -21,7 +21,7 @@ from kvolt.engines.contract import EngineSpec, features_of
 from kvolt.engines.sim.engine import SimArguments, SimEngine
 from kvolt.runtime.config.settings import TierSettings, WorkerSettings
 from kvolt.transfer.agent import TransferAgent
-from kvolt.transfer.nixl import library as nixl_library
+from kvolt.transfer.paths import nixl_library
 
 
 def flags(**given: str | bool) -> argparse.Namespace:

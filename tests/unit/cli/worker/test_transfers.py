@@ -21,7 +21,7 @@ from kvolt.core.ids import BlockKey
 from kvolt.runtime.config.settings import Settings, TransferSettings
 from kvolt.runtime.security.authority import ClusterAuthority
 from kvolt.runtime.security.identity import ProcessRole
-from kvolt.transfer.paths import self_test
+from kvolt.transfer.reads import self_test
 from kvolt.worker.kv.mover import KvMover
 
 SOON_S = 20.0

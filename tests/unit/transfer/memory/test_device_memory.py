@@ -19,10 +19,10 @@ from kvolt.transfer.memory.layout import SlabLayout
 from kvolt.transfer.memory.slabs import Slab, SlabInfo
 from kvolt.transfer.paths.capabilities import MachineFacts
 from kvolt.transfer.peer import chunks
-from kvolt.transfer.peer import read_op as reading
-from kvolt.transfer.peer.read_op import ReadOp
-from kvolt.transfer.peer.read_request import new_read_request
-from kvolt.transfer.peer.wire import decode_ticket
+from kvolt.transfer.reads import read_op as reading
+from kvolt.transfer.reads.read_op import ReadOp
+from kvolt.transfer.reads.read_request import new_read_request
+from kvolt.transfer.reads.wire import decode_ticket
 
 BLOCK, NUM, SOON_S = 4096, 32, 20.0
 SOME, PLACES = [3, 9, 4, 30], [0, 5, 1, 2]

@@ -6,9 +6,10 @@ import logging
 
 import pytest
 
+from kvolt.transfer.memory.device_memory import MemoryKind
 from kvolt.transfer.paths.capabilities import Capabilities, MachineFacts, capabilities_of
 from kvolt.transfer.paths.fallbacks import Fallback, find_fallback, table_route
-from kvolt.transfer.paths.lanes import MemoryKind, Place
+from kvolt.transfer.paths.lanes import Place
 from kvolt.transfer.paths.link_speeds import LARGE_BYTES, LinkSpeeds
 from kvolt.transfer.paths.path_choice import lane_of_path
 from kvolt.transfer.paths.path_watch import Endpoints, PathWatch, Peer, TransferPath

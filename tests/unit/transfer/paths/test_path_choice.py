@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from kvolt.transfer.memory.device_memory import MemoryKind
 from kvolt.transfer.paths import path_watch
 from kvolt.transfer.paths.capabilities import Capabilities
-from kvolt.transfer.paths.lanes import MemoryKind, Place
+from kvolt.transfer.paths.lanes import Place
 from kvolt.transfer.paths.link_speeds import LARGE_BYTES, LinkSpeeds
 from kvolt.transfer.paths.path_choice import MIN_PROVEN_READS, Choice, choose, lane_name
 from kvolt.transfer.paths.path_watch import Endpoints, PathWatch, Peer, TransferPath

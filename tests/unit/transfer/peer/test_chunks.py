@@ -15,8 +15,8 @@ from kvolt.runtime.clock import SystemClock
 from kvolt.transfer.memory.pieces import Pieces, Sums
 from kvolt.transfer.memory.slabs import Slab
 from kvolt.transfer.peer.chunks import ChunkReceiver, ChunkSender, OutgoingBlocks
-from kvolt.transfer.peer.progress import Progress
-from kvolt.transfer.peer.wire import CHUNK
+from kvolt.transfer.reads.progress import Progress
+from kvolt.transfer.reads.wire import CHUNK
 
 SOON_S = 20.0
 BLOCK = 8 << 20

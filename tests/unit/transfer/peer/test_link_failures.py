@@ -28,8 +28,8 @@ from kvolt.transfer.agent import TransferAgent, TransferOptions
 from kvolt.transfer.peer import chunk_connection, sockets
 from kvolt.transfer.peer import hub as hub_module
 from kvolt.transfer.peer.connection import FrameConnection
-from kvolt.transfer.peer.progress import Progress
-from kvolt.transfer.peer.wire import (
+from kvolt.transfer.reads.progress import Progress
+from kvolt.transfer.reads.wire import (
     Address,
     Declined,
     FrameReader,

@@ -30,7 +30,7 @@ from kvolt.transfer.peer import mailbox as mailbox_module
 from kvolt.transfer.peer.connection import FrameConnection
 from kvolt.transfer.peer.hub import MAX_TIMEOUT_S
 from kvolt.transfer.peer.sockets import format_address, parse_address
-from kvolt.transfer.peer.wire import (
+from kvolt.transfer.reads.wire import (
     MAX_MESSAGE_BYTES,
     Address,
     Delivered,

@@ -7,10 +7,10 @@ import os
 import pytest
 
 from kvolt.core.errors import ProtocolError
+from kvolt.transfer.memory.device_memory import MemoryKind
 from kvolt.transfer.memory.slabs import SlabInfo
-from kvolt.transfer.paths.lanes import MemoryKind
 from kvolt.transfer.peer.peer_memory import PeerMemory
-from kvolt.transfer.peer.wire import SharedSlab
+from kvolt.transfer.reads.wire import SharedSlab
 
 
 @pytest.mark.parametrize(("kind", "num_blocks"), [(MemoryKind.HOST, 1), (MemoryKind.SHARED, 1 << 40)])

@@ -6,8 +6,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from tests.unit.transfer import tls_lab
 
 from kvolt.transfer.agent import TransferAgent
+from kvolt.transfer.memory.device_memory import MemoryKind
 from kvolt.transfer.paths.capabilities import MachineFacts, capabilities_of
-from kvolt.transfer.paths.lanes import MemoryKind
 from kvolt.transfer.paths.link_speeds import LARGE_BYTES, SMALL_BYTES
 from kvolt.transfer.paths.path_watch import Endpoints, PathWatch, TransferPath
 from kvolt.worker.kv.transfer_metrics import PathMetrics

@@ -40,6 +40,8 @@ Secret = Annotated[bytes, msgspec.Meta(max_length=SECRET_BYTES)]
 CUDA_IPC = "cuda-ipc"
 """Path on which a device maps another process's memory."""
 CHUNK = struct.Struct("<QIIII")
+CHUNK_BYTES = 1 << 20
+"""Bytes per chunk, or one block if it has more."""
 _LENGTH = struct.Struct("<I")
 
 

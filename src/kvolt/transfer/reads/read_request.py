@@ -10,7 +10,7 @@ from kvolt.core.errors import InvalidRequest
 from kvolt.transfer.memory.layout import cut
 from kvolt.transfer.memory.pieces import Pieces
 from kvolt.transfer.memory.slabs import Numbers, Slab
-from kvolt.transfer.peer.wire import Ticket
+from kvolt.transfer.reads.wire import Ticket
 
 ALL = np.zeros(0, dtype=np.int64)
 """Positions: all blocks of the ticket."""

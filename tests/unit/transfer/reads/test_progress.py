@@ -13,8 +13,8 @@ from kvolt.core.errors import InvalidRequest
 from kvolt.runtime.clock import SystemClock
 from kvolt.transfer.agent import TransferAgent
 from kvolt.transfer.memory.slabs import Slab
-from kvolt.transfer.peer import progress as progress_module
-from kvolt.transfer.peer.progress import Progress
+from kvolt.transfer.reads import progress as progress_module
+from kvolt.transfer.reads.progress import Progress
 
 SOON_S = 20.0
 

@@ -14,14 +14,13 @@ from typing import Protocol
 import numpy as np
 
 from kvolt.core.errors import DeadlineExceeded, KvoltError
+from kvolt.transfer.memory.device_memory import MemoryKind
 from kvolt.transfer.memory.slabs import Slab, SlabInfo
-from kvolt.transfer.nixl.path import NIXL
-from kvolt.transfer.paths.lanes import MemoryKind
 from kvolt.transfer.paths.link_speeds import LARGE_BYTES, SMALL_BYTES
-from kvolt.transfer.peer.progress import Progress
-from kvolt.transfer.peer.read_op import ReadOp
-from kvolt.transfer.peer.read_request import new_read_request
-from kvolt.transfer.peer.wire import Address, Ticket
+from kvolt.transfer.reads.progress import Progress
+from kvolt.transfer.reads.read_op import NIXL, ReadOp
+from kvolt.transfer.reads.read_request import new_read_request
+from kvolt.transfer.reads.wire import Address, Ticket
 
 log = logging.getLogger(__name__)
 

@@ -17,9 +17,8 @@ from kvolt.transfer.memory.device_memory import Memory, blocks_per_step
 from kvolt.transfer.memory.layout import expand
 from kvolt.transfer.memory.pieces import Pieces, Sums
 from kvolt.transfer.memory.slabs import Numbers
-from kvolt.transfer.peer.chunks import CHUNK_BYTES
-from kvolt.transfer.peer.read_request import ReadRequest
-from kvolt.transfer.peer.wire import Checksums, Failed, Fetch
+from kvolt.transfer.reads.read_request import ReadRequest
+from kvolt.transfer.reads.wire import CHUNK_BYTES, Checksums, Failed, Fetch
 
 _STEP_BYTES = 8 << 20
 """Bytes copied per step, about a millisecond."""
@@ -27,6 +26,7 @@ COPY = "copy"
 """Path between two slabs of one process. Not checksummed, since no bytes leave the process."""
 SHM = "shm"
 TCP = "tcp"
+NIXL = "nixl"
 _WHOLE = np.zeros(1, dtype=np.int64)
 
 OnDone = Callable[[KvoltError | None], None]

@@ -14,20 +14,20 @@ import pytest
 
 from kvolt.core.errors import Unavailable
 from kvolt.transfer.agent import TransferAgent, TransferOptions
+from kvolt.transfer.memory.device_memory import MemoryKind
 from kvolt.transfer.memory.slabs import Slab, SlabInfo
-from kvolt.transfer.nixl import library as nixl_library
-from kvolt.transfer.paths import fallbacks, self_test
+from kvolt.transfer.paths import fallbacks, nixl_library
 from kvolt.transfer.paths.capabilities import MachineFacts, capabilities_of
-from kvolt.transfer.paths.lanes import MemoryKind
 from kvolt.transfer.paths.link_speeds import LARGE_BYTES, SMALL_BYTES
 from kvolt.transfer.paths.path_watch import PathWatch
-from kvolt.transfer.paths.peer_paths import PeerPaths
-from kvolt.transfer.paths.self_test import BLOCK_BYTES, LIMIT_S, NUM_BLOCKS, SelfTest, new_slab
 from kvolt.transfer.peer.link import Link
-from kvolt.transfer.peer.progress import Progress, Timer
-from kvolt.transfer.peer.read_op import ReadOp
-from kvolt.transfer.peer.read_request import new_read_request
-from kvolt.transfer.peer.wire import Address, Ticket, decode_ticket, encode_ticket
+from kvolt.transfer.reads import self_test
+from kvolt.transfer.reads.peer_paths import PeerPaths
+from kvolt.transfer.reads.progress import Progress, Timer
+from kvolt.transfer.reads.read_op import ReadOp
+from kvolt.transfer.reads.read_request import new_read_request
+from kvolt.transfer.reads.self_test import BLOCK_BYTES, LIMIT_S, NUM_BLOCKS, SelfTest, new_slab
+from kvolt.transfer.reads.wire import Address, Ticket, decode_ticket, encode_ticket
 
 SOON_S = 20.0
 FACTS = MachineFacts()

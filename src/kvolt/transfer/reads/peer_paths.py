@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvolt.transfer.memory.device_memory import MemoryKind
 from kvolt.transfer.paths.capabilities import Capabilities
-from kvolt.transfer.paths.lanes import MemoryKind
 from kvolt.transfer.paths.path_watch import Endpoints, PathWatch, Peer, TransferPath
-from kvolt.transfer.paths.self_test import SelfTest, TestedLink
-from kvolt.transfer.peer.progress import Progress
-from kvolt.transfer.peer.read_op import TCP, ReadOp
-from kvolt.transfer.peer.read_request import ReadRequest
-from kvolt.transfer.peer.wire import Address
+from kvolt.transfer.reads.progress import Progress
+from kvolt.transfer.reads.read_op import TCP, ReadOp
+from kvolt.transfer.reads.read_request import ReadRequest
+from kvolt.transfer.reads.self_test import SelfTest, TestedLink
+from kvolt.transfer.reads.wire import Address
 
 _MAX_PATHS = 64
 """Paths checked per peer; further ones are not checked for fallbacks."""
