@@ -26,7 +26,7 @@ from kvolt.core.request import Request, Role, StopConditions
 from kvolt.latency.presets import find_model
 from kvolt.router.index.prefix_index import IS_NATIVE, BlockIndex
 from kvolt.router.policy.policy import Policy, classic, latency
-from kvolt.router.policy.selector import Selector
+from kvolt.router.selection.selector import Selector
 
 BLOCK_SIZE = 64
 NUM_DECODING, MOST_PREFILLING = 8, 64

@@ -18,6 +18,7 @@ from kvolt.frontend.metrics.edge_metrics import FrontendMetrics
 from kvolt.frontend.metrics.models_metrics import ModelsCollector
 from kvolt.frontend.model import Model, count_workers
 from kvolt.frontend.models import Models
+from kvolt.frontend.off_loop import INLINE_TOKENS
 from kvolt.frontend.openai_api import responses
 from kvolt.frontend.openai_api.checks import check_vocabulary, parse_detokenize, parse_tokenize
 from kvolt.frontend.openai_api.decoding import RequestDecoder
@@ -30,7 +31,6 @@ from kvolt.frontend.siblings import Siblings
 from kvolt.frontend.tenants.access import AccessGuard, caller_of, names_of
 from kvolt.frontend.tenants.records import needed_scope
 from kvolt.frontend.tenants.usage import USAGE_DETAILS
-from kvolt.frontend.tokenization.off_loop import INLINE_TOKENS
 from kvolt.frontend.tokenization.preprocess import MAX_CONTEXTS
 from kvolt.journey.prefill import RoleTarget
 from kvolt.router.breaker import BREAKER_DETAILS

@@ -33,6 +33,7 @@ from kvolt.frontend.metrics.edge_metrics import FrontendMetrics
 from kvolt.frontend.metrics.request_record import RequestRecord
 from kvolt.frontend.model import Model, require_extra, with_allowed_by_role
 from kvolt.frontend.models import Models
+from kvolt.frontend.off_loop import INLINE_LOGPROBS, INLINE_TOKENS, OffLoop
 from kvolt.frontend.openai_api.checks import check_vocabulary, parse_chat, parse_completion
 from kvolt.frontend.openai_api.decoding import Parsed
 from kvolt.frontend.openai_api.generation import (
@@ -50,7 +51,6 @@ from kvolt.frontend.openai_api.templating import build_template_input
 from kvolt.frontend.query import check_one, query_body
 from kvolt.frontend.request_body import BodyParser
 from kvolt.frontend.tenants.access import AccessGuard, caller_of, tenant_scope
-from kvolt.frontend.tokenization.off_loop import INLINE_LOGPROBS, INLINE_TOKENS, OffLoop
 from kvolt.frontend.worker_request import (
     PROMPT_EMBEDS,
     VLLM_XARGS,

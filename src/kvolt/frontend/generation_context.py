@@ -13,6 +13,7 @@ from kvolt.core.request import Request
 from kvolt.frontend.answers.answer import AnswerSpec
 from kvolt.frontend.metrics.request_record import RequestRecord
 from kvolt.frontend.model import Model
+from kvolt.frontend.off_loop import OffLoop
 from kvolt.frontend.openai_api.generation import GenerationOptions
 from kvolt.frontend.openai_api.headers import RequestHints
 from kvolt.frontend.openai_api.prompt_embeds import PromptEmbeds, read_embeds
@@ -23,7 +24,6 @@ from kvolt.frontend.parsers.calls import NamedToolParser, RequiredToolParser
 from kvolt.frontend.parsers.chain import ParserChain
 from kvolt.frontend.tenants.access import caller_of
 from kvolt.frontend.tenants.budgets import TenantRequest
-from kvolt.frontend.tokenization.off_loop import OffLoop
 from kvolt.frontend.tokenization.preprocess import ParserSpec, RenderedChat
 from kvolt.frontend.worker_request import PROMPT_EMBEDS, build_request, check_prompt_logprobs, too_long
 from kvolt.runtime.http.server import HttpRequest

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from kvolt.core.errors import InvalidRequest, PayloadTooLarge
+from kvolt.frontend.off_loop import OffLoop
 from kvolt.frontend.openai_api.decoding import SMALL_BODY_BYTES
 from kvolt.frontend.openai_api.errors import UnsupportedMediaType
 from kvolt.frontend.openai_api.headers import check_json_type
-from kvolt.frontend.tokenization.off_loop import OffLoop
 from kvolt.runtime.http.protocol import HttpRequest
 
 T = TypeVar("T")

@@ -21,8 +21,8 @@ from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import Handoff, LinkCosts, Rendezvous, Request
 from kvolt.journey.links import with_link_costs
 from kvolt.router.breaker import Outcome, outcome_of
-from kvolt.router.policy.forecast import SupportsForecast
 from kvolt.router.port import Decision, Router
+from kvolt.router.selection.forecast import SupportsForecast
 from kvolt.runtime.endpoint.call import Call, Deadlines, open_stream
 from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.runtime.plane.port import Destination, RequestPlane

@@ -23,8 +23,8 @@ from kvolt.journey.links import LinkSpeeds, with_link_costs
 from kvolt.journey.prefill import RoleTarget, as_prefill_request
 from kvolt.journey.slo_gate import DecayingAverage, SloGate
 from kvolt.router.breaker import ALL_FAILING
-from kvolt.router.policy.forecast import Forecast, SupportsForecast
 from kvolt.router.port import Router
+from kvolt.router.selection.forecast import Forecast, SupportsForecast
 
 
 class PrefillMode(StrEnum):

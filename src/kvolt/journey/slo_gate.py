@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from kvolt.router.policy.forecast import Forecast
+from kvolt.router.selection.forecast import Forecast
 
 _LOAD_HALF_LIFE_S = 4.0
 """Half-life of the load averages."""

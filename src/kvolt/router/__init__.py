@@ -8,9 +8,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvolt.router.index.overlap import PrefixIndex
-    from kvolt.router.index.prefix_index import BlockIndex
-    from kvolt.router.policy.choice import CandidateCost, Choice
+    from kvolt.router.choice import CandidateCost, Choice
+    from kvolt.router.index.prefix_index import BlockIndex, PrefixIndex
     from kvolt.router.policy.policy import (
         ClassicWeights,
         LatencyWeights,
@@ -20,21 +19,20 @@ if TYPE_CHECKING:
         classic,
         latency,
     )
-    from kvolt.router.policy.selector import Selector
+    from kvolt.router.selection.selector import Selector
     from kvolt.router.service.builders import hashes_of, prompt_of, request_of, worker_info
     from kvolt.router.service.standalone import Reservation, Standalone, StandaloneOptions
     from kvolt.router.service.standalone_state import EventsMissed, StandaloneEvent, StandaloneIndex
     from kvolt.router.worker_rank import WorkerDpRank, WorkerRankLoad
 
 _NAMES = {
-    "index.overlap": ("PrefixIndex",),
-    "index.prefix_index": ("BlockIndex",),
-    "policy.choice": ("CandidateCost", "Choice"),
+    "choice": ("CandidateCost", "Choice"),
+    "index.prefix_index": ("BlockIndex", "PrefixIndex"),
     "policy.policy": (
         *("ClassicWeights", "LatencyWeights", "Policy", "RequestView", "WorkersView"),
         *("classic", "latency"),
     ),
-    "policy.selector": ("Selector",),
+    "selection.selector": ("Selector",),
     "service.builders": ("hashes_of", "prompt_of", "request_of", "worker_info"),
     "service.standalone": ("Reservation", "Standalone", "StandaloneOptions"),
     "service.standalone_state": ("EventsMissed", "StandaloneEvent", "StandaloneIndex"),

@@ -15,6 +15,7 @@ from kvolt.core.endpoints import LOAD_TOPIC
 from kvolt.core.errors import KvoltError
 from kvolt.core.ids import InstanceId
 from kvolt.core.load import LoadReport
+from kvolt.router.gossip.link import GossipLink
 from kvolt.router.index.approximate import ApproximateOptions
 from kvolt.router.index.hybrid import HybridIndex
 from kvolt.router.index.prefix_index import BlockIndex
@@ -24,7 +25,6 @@ from kvolt.router.policy.custom import CustomPolicy
 from kvolt.router.policy.policy import Policy
 from kvolt.router.policy.registry import shadow_policy
 from kvolt.router.port import RouterContext
-from kvolt.router.service.gossip_link import GossipLink
 from kvolt.runtime.config.router_settings import RouterSettings
 from kvolt.runtime.plane.wire import MALFORMED
 from kvolt.runtime.tasks import TaskGroup

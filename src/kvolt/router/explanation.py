@@ -11,8 +11,8 @@ from kvolt.core.endpoints import Instance
 from kvolt.core.errors import Unavailable, Unsupported
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request
+from kvolt.router.choice import CandidateCost
 from kvolt.router.kv_router import KvRouter
-from kvolt.router.policy.choice import CandidateCost
 from kvolt.router.port import Router
 from kvolt.router.queue.queue_router import QueueRouter, deciding_router
 from kvolt.runtime.endpoint.server import OWN_ENDPOINTS

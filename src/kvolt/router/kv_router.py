@@ -19,14 +19,14 @@ from kvolt.core.kv_events import Tier
 from kvolt.core.load import LoadReport
 from kvolt.core.request import KvSource, Request, Role
 from kvolt.router.breaker import Breakers, Outcome
+from kvolt.router.choice import CandidateCost, Choice
 from kvolt.router.filters import CandidateFilter
-from kvolt.router.index.overlap import PrefixIndex
-from kvolt.router.policy.choice import CandidateCost, Choice
-from kvolt.router.policy.forecast import Forecast
-from kvolt.router.policy.learning import RequestObserver
+from kvolt.router.index.prefix_index import PrefixIndex
 from kvolt.router.policy.policy import Policy
-from kvolt.router.policy.selector import Selector
 from kvolt.router.port import Decision
+from kvolt.router.selection.forecast import Forecast
+from kvolt.router.selection.learning import RequestObserver
+from kvolt.router.selection.selector import Selector
 from kvolt.router.stats import RouterStats
 from kvolt.router.worker_rank import ReservedLoad, WorkerDpRank, WorkerRankLoad, ranks_of
 from kvolt.runtime.config.router_settings import RouterSettings

@@ -15,9 +15,9 @@ from tests.unit.frontend.serving import served
 
 from kvolt.core.errors import InvalidRequest, PayloadTooLarge
 from kvolt.frontend import request_body
+from kvolt.frontend.off_loop import OffLoop
 from kvolt.frontend.openai_api.errors import UnsupportedMediaType
 from kvolt.frontend.request_body import BodyParser
-from kvolt.frontend.tokenization.off_loop import OffLoop
 from kvolt.runtime.clock import ThreadBlocking
 from kvolt.runtime.http.protocol import HttpLimits, HttpRequest
 

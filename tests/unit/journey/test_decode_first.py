@@ -21,8 +21,8 @@ from kvolt.journey.journey import Journey, JourneyContext
 from kvolt.journey.prefill import RoleTarget
 from kvolt.router.balancing import RoundRobinRouter
 from kvolt.router.metrics import describe_breakers
-from kvolt.router.policy.forecast import Forecast
 from kvolt.router.port import Decision
+from kvolt.router.selection.forecast import Forecast
 from kvolt.runtime.endpoint.call import Deadlines
 from kvolt.worker.kv import rendezvous as meetings
 

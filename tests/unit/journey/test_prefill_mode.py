@@ -19,8 +19,8 @@ from kvolt.journey.prefill_mode import (
     PrefillModeSelector,
     mode_costs,
 )
-from kvolt.router.policy.forecast import Forecast
 from kvolt.router.port import Decision
+from kvolt.router.selection.forecast import Forecast
 
 BLOCK = 16
 P0, D0 = InstanceId("p0"), InstanceId("d0")

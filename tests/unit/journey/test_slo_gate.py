@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from tests.unit.journey.test_prefill_mode import HANDED, IDLE
 
 from kvolt.journey.slo_gate import DecayingAverage, SloGate
-from kvolt.router.policy.forecast import Forecast
+from kvolt.router.selection.forecast import Forecast
 
 
 class GateProbe:

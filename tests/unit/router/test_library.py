@@ -29,7 +29,7 @@ print(json.dumps(sorted(sys.modules)))
 def test_importing_it_starts_nothing() -> None:
     done = subprocess.run([sys.executable, "-c", _LOOK], capture_output=True, check=True, text=True)
     loaded = json.loads(done.stdout)
-    assert "kvolt.router.policy.selector" in loaded
+    assert "kvolt.router.selection.selector" in loaded
     assert [name for name in loaded if name.partition(".")[0] in FORBIDDEN] == []
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.unit.router.policy.test_roster import info
+from tests.unit.router.selection.test_roster import info
 
 from kvolt.core.endpoints import EndpointAddress, Instance
 from kvolt.core.ids import InstanceId

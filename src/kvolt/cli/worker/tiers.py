@@ -22,12 +22,12 @@ from kvolt.kv.disk.fp8 import Fp8
 from kvolt.kv.disk.tier import DiskTier
 from kvolt.kv.object_store.blocks import ObjectBlocks
 from kvolt.kv.object_store.tier import ObjectTier
+from kvolt.kv.peers.server import PeerServer
+from kvolt.kv.peers.tier import PeerTier
 from kvolt.kv.shared_pool.tier import PoolTier
 from kvolt.kv.tiers.admission import Admission
 from kvolt.kv.tiers.cache import TieredCache
 from kvolt.kv.tiers.lower_tier import LowerTier
-from kvolt.kv.tiers.peer_server import PeerServer
-from kvolt.kv.tiers.peer_tier import PeerTier
 from kvolt.kv.tiers.sizes import Watermarks, parse_capacity
 from kvolt.kv.tiers.slot_memory import BlockShape
 from kvolt.runtime.config.settings import TierSettings

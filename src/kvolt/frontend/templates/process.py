@@ -21,8 +21,8 @@ import threading
 import msgspec
 
 from kvolt.core.errors import InvalidRequest, Unavailable
+from kvolt.frontend.off_loop import OffLoop
 from kvolt.frontend.openai_api.templating import TemplateInput
-from kvolt.frontend.tokenization.off_loop import OffLoop
 from kvolt.runtime.clock import Blocking
 from kvolt.runtime.supervisor.process import reap, start_blocking
 

@@ -15,6 +15,7 @@ import msgspec
 from kvolt.core.card import ModelCard
 from kvolt.core.errors import InvalidRequest
 from kvolt.frontend.detokenizer.detokenizer import Vocabulary
+from kvolt.frontend.off_loop import OffLoop
 from kvolt.frontend.openai_api.templating import TemplateInput
 from kvolt.frontend.parsers.chain import ParserChain
 from kvolt.frontend.parsers.port import TextParser
@@ -29,7 +30,6 @@ from kvolt.frontend.templates.dialect import Beyond
 from kvolt.frontend.templates.process import Renderer, RenderJob
 from kvolt.frontend.templates.template import ChatTemplate
 from kvolt.frontend.tokenization.bounded_tokenizer import TooManyTokens
-from kvolt.frontend.tokenization.off_loop import OffLoop
 from kvolt.frontend.tokenization.token_cache import CachedEncoder, EncoderStats
 from kvolt.runtime.clock import Blocking
 

@@ -18,11 +18,11 @@ from kvolt.core.card import EngineInfo
 from kvolt.core.ids import InstanceId
 from kvolt.router.index.approximate import MAX_WORKER_RANKS, ApproximateIndex, ApproximateOptions
 from kvolt.router.index.health import HealthChange, IndexHealth, IndexHealthOptions, PredictedBlocks
-from kvolt.router.index.overlap import PrefixIndex
+from kvolt.router.index.prefix_index import PrefixIndex
 from kvolt.router.worker_rank import WorkerDpRank, ranks_of
 
 if TYPE_CHECKING:
-    from kvolt.router.policy.choice import Choice
+    from kvolt.router.choice import Choice
 
 log = logging.getLogger(__name__)
 

@@ -1,1 +1,1 @@
-"""Routing policies: the cost of a request on each worker, and what the costs are computed from."""
+"""Routing policies: the cost of a request on each worker, the models and loads that it is computed from."""

@@ -17,7 +17,7 @@ from itertools import pairwise
 
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request
-from kvolt.router.policy.choice import Choice
+from kvolt.router.choice import Choice
 from kvolt.router.port import Decision
 from kvolt.router.worker_rank import WorkerDpRank
 from kvolt.runtime.histogram import Histogram

@@ -19,15 +19,15 @@ from kvolt.core.errors import KvoltError, Overloaded
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request
 from kvolt.router.breaker import Outcome
+from kvolt.router.choice import Choice
 from kvolt.router.kv_router import KvRouter
-from kvolt.router.policy.choice import Choice
-from kvolt.router.policy.forecast import Forecast
 from kvolt.router.port import Decision, Router, WithdrawHook
 from kvolt.router.queue.priority_level import QueueEntry, QueueLimits
 from kvolt.router.queue.prompt_pacing import PromptPacer
 from kvolt.router.queue.queued_request import QueuedRequest
 from kvolt.router.queue.waiting_queue import DrainRate, Order, QueueStats, WaitingQueue
 from kvolt.router.queue.withdrawals import WithdrawalOptions, WithdrawalPlanner
+from kvolt.router.selection.forecast import Forecast
 from kvolt.runtime.config.router_settings import RouterSettings
 from kvolt.runtime.histogram import Histogram
 

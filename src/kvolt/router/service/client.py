@@ -18,9 +18,9 @@ from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request, Role
 from kvolt.router.breaker import ALL_FAILING, Outcome
 from kvolt.router.explanation import Explanation, explain_route
-from kvolt.router.policy.forecast import Forecast, SupportsForecast
 from kvolt.router.port import Decision, Router, RouterContext, WithdrawHook
 from kvolt.router.registry import NewRouter
+from kvolt.router.selection.forecast import Forecast, SupportsForecast
 from kvolt.router.service.link import RemoteReservation, RouterLink
 from kvolt.router.service.messages import RouteRequest, to_route_request
 from kvolt.runtime.endpoint.client import EndpointClient

@@ -31,7 +31,7 @@ from kvolt.core.latency import LatencyModel
 from kvolt.core.load import WorkerLoad
 from kvolt.core.request import Request, Role, RoutingHints
 from kvolt.router.breaker import Outcome
-from kvolt.router.policy.choice import Choice
+from kvolt.router.choice import Choice
 from kvolt.router.service.builders import UNKNOWN, hashes_of, request_of, worker_info
 from kvolt.router.service.standalone_state import StandaloneEvent
 

@@ -19,7 +19,7 @@ from kvolt.core.errors import InvalidRequest, NotFound, Overloaded
 from kvolt.core.ids import InstanceId
 from kvolt.core.kv_events import KvChange, pack_hashes
 from kvolt.core.load import LoadReport
-from kvolt.router.policy.choice import Choice
+from kvolt.router.choice import Choice
 from kvolt.router.service.http_messages import (
     DEFAULT_MODEL,
     BlocksBody,

@@ -29,11 +29,11 @@ from kvolt.core.kv_events import Tier
 from kvolt.core.load import LoadReport
 from kvolt.core.request import Request, Role
 from kvolt.router.breaker import Attempt, Breakers, Outcome
+from kvolt.router.choice import CandidateCost, Choice
 from kvolt.router.index.approximate import ApproximateOptions
 from kvolt.router.index.hybrid import HybridIndex
-from kvolt.router.policy.choice import CandidateCost, Choice
 from kvolt.router.policy.policy import Policy
-from kvolt.router.policy.selector import Selector
+from kvolt.router.selection.selector import Selector
 from kvolt.router.service.standalone_state import StandaloneEvent, StandaloneIndex
 from kvolt.router.worker_rank import WorkerRankLoad, ranks_of
 from kvolt.runtime.config.router_settings import RouterSettings

@@ -9,8 +9,8 @@ from kvolt.core.delta import Usage
 from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import Request
 from kvolt.router.breaker import Outcome
-from kvolt.router.policy.forecast import Forecast, SupportsForecast
 from kvolt.router.port import Decision, Router
+from kvolt.router.selection.forecast import Forecast, SupportsForecast
 from kvolt.runtime.endpoint.client import EndpointClient
 
 

@@ -14,9 +14,9 @@ import msgspec
 from kvolt.core.endpoints import KV, EndpointAddress
 from kvolt.core.errors import ProtocolError
 from kvolt.core.ids import InstanceId
+from kvolt.kv.peers.server import PeerServer
+from kvolt.kv.peers.tier import PeerTier
 from kvolt.kv.shared_pool.wire import FetchBlocks, FetchResult
-from kvolt.kv.tiers.peer_server import PeerServer
-from kvolt.kv.tiers.peer_tier import PeerTier
 from kvolt.runtime.endpoint.call import Deadlines, open_stream
 from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.runtime.endpoint.server import msgpack_decoder

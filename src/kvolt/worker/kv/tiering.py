@@ -32,11 +32,11 @@ from kvolt.engines.contract import (
     Prefill,
     SealedKv,
 )
+from kvolt.kv.peers.server import PeerServer
+from kvolt.kv.peers.tier import PeerTier
 from kvolt.kv.tiers.admission import Admission
 from kvolt.kv.tiers.cache import OnboardResult, TieredCache
 from kvolt.kv.tiers.metrics import HitWindow, TierReport, usage_of
-from kvolt.kv.tiers.peer_server import PeerServer
-from kvolt.kv.tiers.peer_tier import PeerTier
 from kvolt.kv.tiers.slot_table import TierBlock
 from kvolt.runtime.tasks import TaskGroup
 from kvolt.scheduler.fetch_or_compute import FetchOrCompute

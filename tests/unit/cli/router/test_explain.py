@@ -24,8 +24,8 @@ from kvolt.core.endpoints import EndpointAddress, Instance
 from kvolt.core.errors import ConfigError
 from kvolt.core.ids import InstanceId
 from kvolt.frontend.admin.explain import FRONTEND_EXPLAIN_ENDPOINT, ExplainRoute
+from kvolt.router.choice import CandidateCost
 from kvolt.router.explanation import Candidate, ExcludedWorker, Explanation, PrefillExplanation
-from kvolt.router.policy.choice import CandidateCost
 from kvolt.runtime.admin import AdminServer
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.health import Health

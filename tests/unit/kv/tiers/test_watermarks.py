@@ -19,9 +19,9 @@ from kvolt.kv.disk import tier as disk_tier
 from kvolt.kv.disk.files import DiskFiles
 from kvolt.kv.disk.tier import DiskTier
 from kvolt.kv.disk.view import find_parts
+from kvolt.kv.peers.tier import PeerTier
 from kvolt.kv.tiers import host_tier
 from kvolt.kv.tiers.host_tier import DEFAULT_PENDING_SHARE, HostTier
-from kvolt.kv.tiers.peer_tier import PeerTier
 from kvolt.kv.tiers.sizes import Watermarks
 from kvolt.kv.tiers.slot_memory import BlockShape, SlotMemory
 from kvolt.kv.tiers.slot_table import TierBlock

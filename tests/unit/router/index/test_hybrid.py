@@ -21,12 +21,12 @@ from kvolt.core.request import Request, Role
 from kvolt.engines.contract import EngineSpec
 from kvolt.engines.sim.engine import SimEngine
 from kvolt.journey.journey import JourneyContext
+from kvolt.router.choice import Choice
 from kvolt.router.event_fed_router import EventFedRouter
 from kvolt.router.index import hybrid as mixed
 from kvolt.router.index.health import IndexHealthOptions
 from kvolt.router.index.hybrid import HybridIndex
 from kvolt.router.ingest.feed import FeedState
-from kvolt.router.policy.choice import Choice
 from kvolt.router.policy.policy import latency
 from kvolt.router.port import RouterContext
 from kvolt.router.worker_rank import WorkerDpRank

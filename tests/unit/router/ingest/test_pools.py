@@ -24,10 +24,10 @@ from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.kv_events import Cleared, KvChange, Removed, Stored, Tier
 from kvolt.core.latency import LatencyModel
 from kvolt.core.request import Request
+from kvolt.router.choice import CandidateCost
 from kvolt.router.event_fed_router import EventFedRouter
 from kvolt.router.ingest.feed import FeedState
 from kvolt.router.ingest.pools import PoolSharing
-from kvolt.router.policy.choice import CandidateCost
 from kvolt.router.policy.policy import latency
 from kvolt.router.port import RouterContext
 from kvolt.runtime.runtime import Runtime

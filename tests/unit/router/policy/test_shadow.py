@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.unit.router.policy.test_selector import A, B, Held, Scene, prompt, worker
+from tests.unit.router.selection.test_selector import A, B, Held, Scene, prompt, worker
 
 from kvolt.core.errors import ConfigError
 from kvolt.router.policy.custom import CustomPolicy

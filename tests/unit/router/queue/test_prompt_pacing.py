@@ -13,7 +13,7 @@ from tests.unit.engines.lab import make_request
 from kvolt.core.endpoints import EndpointAddress, Instance
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Handoff, Request
-from kvolt.router.policy.choice import Choice
+from kvolt.router.choice import Choice
 from kvolt.router.port import Decision
 from kvolt.router.queue.prompt_pacing import PromptPacer, _Prompt, _RankPrompts
 from kvolt.router.worker_rank import WorkerDpRank

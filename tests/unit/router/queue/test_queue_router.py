@@ -16,8 +16,8 @@ from kvolt.core.endpoints import EndpointAddress, Instance
 from kvolt.core.errors import Overloaded, Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request, Role, RoutingHints
+from kvolt.router.choice import Choice
 from kvolt.router.metrics import describe_queues, queue_families
-from kvolt.router.policy.choice import Choice
 from kvolt.router.port import Decision
 from kvolt.router.queue.priority_level import QueueLimits
 from kvolt.router.queue.queue_router import (

@@ -30,13 +30,13 @@ from kvolt.core.request import (
 from kvolt.journey.journey import Journey, JourneyContext
 from kvolt.router.balancing import LeastLoadedRouter, RoundRobinRouter
 from kvolt.router.breaker import FIRST_BACKOFF_S, Outcome
+from kvolt.router.choice import Choice
 from kvolt.router.event_fed_router import EventFedRouter
 from kvolt.router.metrics import describe_breakers
-from kvolt.router.policy.choice import Choice
-from kvolt.router.policy.forecast import SupportsForecast
 from kvolt.router.port import Decision, Router, RouterContext
 from kvolt.router.queue.queue_router import QueueOptions, QueueRouter, deciding_router
 from kvolt.router.registry import ROUTERS, NewRouter
+from kvolt.router.selection.forecast import SupportsForecast
 from kvolt.router.service import service as service_module
 from kvolt.router.service.client import RemoteRouter, remote_router
 from kvolt.router.service.link import RemoteReservation, RouterLink

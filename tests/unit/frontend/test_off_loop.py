@@ -14,9 +14,9 @@ from tests.unit.frontend.serving import served
 
 from kvolt.core.errors import Overloaded
 from kvolt.engines.sim.engine import SimArguments
+from kvolt.frontend import off_loop
+from kvolt.frontend.off_loop import OffLoop
 from kvolt.frontend.openai_api.decoding import SMALL_BODY_BYTES
-from kvolt.frontend.tokenization import off_loop
-from kvolt.frontend.tokenization.off_loop import OffLoop
 from kvolt.runtime.clock import ThreadBlocking
 from kvolt.testing import InlineBlocking, run_virtual
 

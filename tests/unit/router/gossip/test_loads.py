@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from kvolt.core.ids import InstanceId
-from kvolt.router.service.gossip import MAX_LOADS, GossipOptions, LoadPublisher, LoadVector, ReplicaLoads
+from kvolt.router.gossip.loads import MAX_LOADS, GossipOptions, LoadPublisher, LoadVector, ReplicaLoads
 from kvolt.router.worker_rank import ReservedLoad, WorkerDpRank
 
 OPTIONS = GossipOptions(period_s=0.1, heartbeat_s=1.0, announcements=1, ttl_periods=10, repeats=2)

@@ -18,12 +18,12 @@ from kvolt.core.ids import InstanceId, SequenceHash
 from kvolt.core.latency import LatencyModel
 from kvolt.core.request import Handoff, Request
 from kvolt.journey.journey import Journey, JourneyContext
+from kvolt.router.choice import Choice
 from kvolt.router.event_fed_router import EventFedRouter
-from kvolt.router.policy.choice import Choice
-from kvolt.router.policy.learning import OutcomeTracker
 from kvolt.router.policy.output_lengths import FIRST_GUESS
 from kvolt.router.policy.policy import latency
 from kvolt.router.port import RouterContext
+from kvolt.router.selection.learning import OutcomeTracker
 from kvolt.router.worker_rank import WorkerDpRank
 from kvolt.runtime.config.router_settings import RouterSettings
 from kvolt.runtime.endpoint.call import Deadlines

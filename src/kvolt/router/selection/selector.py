@@ -17,18 +17,19 @@ from kvolt.core.ids import InstanceId
 from kvolt.core.load import LoadReport
 from kvolt.core.request import Request
 from kvolt.router.breaker import Breakers
+from kvolt.router.choice import CandidateCost, Choice
 from kvolt.router.index.active_prompts import ActivePrompts
-from kvolt.router.index.overlap import OverlapFinder, PrefixIndex
 from kvolt.router.index.pending_blocks import PendingBlocks
+from kvolt.router.index.prefix_index import PrefixIndex
 from kvolt.router.policy.affinity import SessionAffinity
-from kvolt.router.policy.choice import CandidateCost, Choice
-from kvolt.router.policy.forecast import Forecast
-from kvolt.router.policy.learning import OutcomeTracker, RequestObserver
 from kvolt.router.policy.load import LoadReservation, WorkerLoads
 from kvolt.router.policy.policy import Policy
-from kvolt.router.policy.roster import WorkerTable
-from kvolt.router.policy.scoring import ScoredCandidates, Scorer, max_of
 from kvolt.router.policy.shadow import ShadowPolicy, ShadowVerdict
+from kvolt.router.selection.forecast import Forecast
+from kvolt.router.selection.learning import OutcomeTracker, RequestObserver
+from kvolt.router.selection.overlap import OverlapFinder
+from kvolt.router.selection.roster import WorkerTable
+from kvolt.router.selection.scoring import ScoredCandidates, Scorer, max_of
 from kvolt.router.stats import RouterStats
 from kvolt.router.worker_rank import ReservedLoad, WorkerDpRank, WorkerRankLoad
 from kvolt.runtime.config.router_settings import RouterSettings

@@ -12,7 +12,7 @@ from kvolt.core.ids import CardHash, InstanceId
 from kvolt.core.latency import LatencyModel
 from kvolt.core.request import Role
 from kvolt.router.policy.load import WorkerLoads
-from kvolt.router.policy.roster import WorkerTable
+from kvolt.router.selection.roster import WorkerTable
 from kvolt.router.worker_rank import WorkerDpRank
 
 A, B, C = InstanceId("a"), InstanceId("b"), InstanceId("c")

@@ -2,41 +2,21 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvolt.core.ids import InstanceId, SequenceHash
 from kvolt.core.kv_events import TIER_LEVEL, Tier
 from kvolt.core.request import Request
-from kvolt.router.index.lookup import SlotLookup, SlotLookups
+from kvolt.router.choice import usable_hashes
 from kvolt.router.index.pending_blocks import PendingBlocks
+from kvolt.router.index.prefix_index import PrefixIndex
 from kvolt.router.policy.cost_model import Floats
-from kvolt.router.policy.roster import CandidateSet
+from kvolt.router.selection.lookup import SlotLookup, SlotLookups
+from kvolt.router.selection.roster import CandidateSet
 from kvolt.router.worker_rank import WorkerDpRank
 from kvolt.runtime.config.router_settings import RouterSettings
-
-
-class PrefixIndex(Protocol):
-    """Prefix index over all workers."""
-
-    @property
-    def slots_version(self) -> int:
-        """Changes whenever a slot assignment changes."""
-        ...
-
-    def find(self, hashes: tuple[int, ...]) -> npt.NDArray[np.int32]:
-        """Number of leading blocks of a prompt that each slot holds on its device."""
-        ...
-
-    def find_local_tiers(self, hashes: tuple[int, ...]) -> npt.NDArray[np.int32] | None:
-        """The same by tier, each including the faster ones; None if no worker publishes lower tiers."""
-        ...
-
-    def slot_of(self, instance_id: InstanceId, dp_rank: int = 0) -> int | None:
-        """Slot of a worker rank; None if nothing is known of it."""
-        ...
 
 
 class Overlap(NamedTuple):
@@ -128,8 +108,3 @@ class OverlapFinder:
                 SlotLookup(self._pending_blocks.slot_of(row) for row in candidates.rows.tolist()),
             )
         return candidates.lookups
-
-
-def usable_hashes(request: Request) -> tuple[SequenceHash, ...]:
-    """Hashes without the last block if it is complete: an engine always computes the last token."""
-    return request.sequence_hashes[: (request.num_context_tokens - 1) // (request.block_size or 1)]

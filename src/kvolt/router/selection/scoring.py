@@ -14,11 +14,10 @@ from kvolt.core.errors import Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request, RoutingHints
 from kvolt.router.breaker import Breakers
+from kvolt.router.choice import usable_hashes
 from kvolt.router.index.active_prompts import ActivePrompts, PrefixSharing, prefix_sharing
-from kvolt.router.index.overlap import Overlap, OverlapFinder, usable_hashes
 from kvolt.router.policy.affinity import SessionAffinity
 from kvolt.router.policy.cost_model import CostInputs, Floats
-from kvolt.router.policy.learning import OutcomeTracker
 from kvolt.router.policy.load import WorkerLoads, projected_load
 from kvolt.router.policy.policy import (
     CostTerms,
@@ -30,7 +29,9 @@ from kvolt.router.policy.policy import (
     cost_terms,
     pick_index,
 )
-from kvolt.router.policy.roster import CandidateSet, WorkerTable
+from kvolt.router.selection.learning import OutcomeTracker
+from kvolt.router.selection.overlap import Overlap, OverlapFinder
+from kvolt.router.selection.roster import CandidateSet, WorkerTable
 from kvolt.runtime.config.router_settings import RouterSettings
 
 _Mask = npt.NDArray[np.bool_]

@@ -1,4 +1,4 @@
-"""Results of a routing decision: the chosen worker rank with its predicted cost, and candidates for display. Pure."""
+"""Result of a routing decision: the chosen worker rank with its predicted cost, and candidates for display. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import msgspec
 
 from kvolt.core.ids import InstanceId, SequenceHash
 from kvolt.core.request import Request
-from kvolt.router.index.overlap import usable_hashes
 from kvolt.router.policy.shadow import ShadowVerdict
 from kvolt.router.worker_rank import WorkerDpRank
 
@@ -93,3 +92,8 @@ class CandidateCost(msgspec.Struct, frozen=True, kw_only=True):
     """Share of recent requests that failed; the cost includes the expected retry."""
     has_step_model: bool = True
     """Whether the worker registered a step model; without one, the times are those of `DEFAULT_LATENCY`."""
+
+
+def usable_hashes(request: Request) -> tuple[SequenceHash, ...]:
+    """Hashes without the last block if it is complete: an engine always computes the last token."""
+    return request.sequence_hashes[: (request.num_context_tokens - 1) // (request.block_size or 1)]

@@ -1,4 +1,4 @@
-"""GossipLink: publishes and receives the gossip of one router over the event plane; see `gossip`."""
+"""GossipLink: publishes and receives the gossip of one router over the event plane; see `loads`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import logging
 import msgspec
 
 from kvolt.core.endpoints import ROUTER_LOAD_TOPIC
+from kvolt.router.gossip.loads import GossipOptions, LoadPublisher, LoadVector, ReplicaLoads
 from kvolt.router.kv_router import KvRouter
-from kvolt.router.service.gossip import GossipOptions, LoadPublisher, LoadVector, ReplicaLoads
 from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.runtime.events.port import EventStream
 from kvolt.runtime.plane.wire import MALFORMED

@@ -18,13 +18,13 @@ from kvolt.core.kv_events import Tier
 from kvolt.core.request import KvSource
 from kvolt.kv.disk.files import DiskFiles
 from kvolt.kv.disk.tier import DiskTier
+from kvolt.kv.peers import server as peer_giving
+from kvolt.kv.peers import tier as peer_tier
+from kvolt.kv.peers.server import PeerServer
+from kvolt.kv.peers.tier import PeerTier
 from kvolt.kv.shared_pool.wire import FetchBlocks, FetchResult
-from kvolt.kv.tiers import peer_server as peer_giving
-from kvolt.kv.tiers import peer_tier
 from kvolt.kv.tiers.cache import TieredCache
 from kvolt.kv.tiers.lower_tier import LowerTier
-from kvolt.kv.tiers.peer_server import PeerServer
-from kvolt.kv.tiers.peer_tier import PeerTier
 from kvolt.kv.tiers.slot_memory import BlockShape
 from kvolt.kv.tiers.slot_table import TierBlock
 from kvolt.transfer.agent import TransferAgent

@@ -14,7 +14,7 @@ from kvolt.core.card import EngineInfo
 from kvolt.core.delta import Usage
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request
-from kvolt.router.policy.choice import Choice
+from kvolt.router.choice import Choice
 from kvolt.router.policy.cost_model import Floats
 from kvolt.router.policy.load import Rows
 from kvolt.router.policy.output_lengths import OutputLengthEstimator

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 from msgspec.structs import replace
 from tests.unit.engines.lab import make_request
-from tests.unit.router.policy.test_roster import info
+from tests.unit.router.selection.test_roster import info
 
 from kvolt.core.card import Capacity, EngineInfo
 from kvolt.core.errors import Unavailable
@@ -20,7 +20,7 @@ from kvolt.core.latency import LatencyModel
 from kvolt.core.load import LoadReport, WorkerLoad
 from kvolt.core.request import Handoff, LinkCosts, Request, RoutingHints
 from kvolt.router.policy.policy import Policy, classic, latency
-from kvolt.router.policy.selector import Selector
+from kvolt.router.selection.selector import Selector
 from kvolt.router.worker_rank import WorkerDpRank
 from kvolt.runtime.config.router_settings import RouterSettings
 

@@ -7,18 +7,18 @@ import asyncio
 import pytest
 from msgspec.structs import replace
 from tests.unit.engines.lab import ARGUMENTS, Lab, make_request, sim, until
-from tests.unit.router.policy.test_selector import BLOCK, PRICE, A, B, Held, Scene, prompt, worker
 from tests.unit.router.queue.test_queue_router import Rooms, asking
+from tests.unit.router.selection.test_selector import BLOCK, PRICE, A, B, Held, Scene, prompt, worker
 
 from kvolt.core.errors import Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Handoff, Request
 from kvolt.router.balancing import RoundRobinRouter
 from kvolt.router.event_fed_router import EventFedRouter
-from kvolt.router.policy.forecast import Forecast, SupportsForecast
 from kvolt.router.policy.policy import latency
 from kvolt.router.port import RouterContext
 from kvolt.router.queue.queue_router import QueueRouter
+from kvolt.router.selection.forecast import Forecast, SupportsForecast
 from kvolt.runtime.config.router_settings import RouterSettings
 from kvolt.testing import run_virtual
 

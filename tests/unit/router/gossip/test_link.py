@@ -15,9 +15,9 @@ from kvolt.core.endpoints import ROUTER_LOAD_TOPIC
 from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import Request
 from kvolt.router.event_fed_router import EventFedRouter
+from kvolt.router.gossip.loads import LoadVector
 from kvolt.router.policy.policy import classic
 from kvolt.router.port import Decision, RouterContext
-from kvolt.router.service.gossip import LoadVector
 from kvolt.runtime.config.router_settings import RouterSettings
 from kvolt.runtime.events.mem import MemBus
 from kvolt.runtime.runtime import Runtime

@@ -14,9 +14,9 @@ import numpy as np
 from kvolt.core.card import EngineInfo
 from kvolt.core.ids import InstanceId
 from kvolt.core.latency import StepModel
-from kvolt.router.index.lookup import SlotLookups, as_slice
 from kvolt.router.policy.cost_model import CostModel, Floats
 from kvolt.router.policy.load import Rows, WorkerLoads
+from kvolt.router.selection.lookup import SlotLookups, as_slice
 from kvolt.router.worker_rank import WorkerDpRank, ranks_of
 
 _MAX_CANDIDATE_SETS = 64

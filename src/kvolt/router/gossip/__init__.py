@@ -1,0 +1,1 @@
+"""Gossip between router replicas that share workers: the load that each has reserved."""
