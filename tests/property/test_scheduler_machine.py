@@ -267,7 +267,7 @@ class Schedulers(RuleBasedStateMachine):
         if kept_for is not None and kept_for not in self.open:
             self.expected[kept_for] = request
         expires_at = self.now + 1 + number % 3
-        self.scheduler.commit_incoming(adopted, num_filled if num_missing else None, kept_for, expires_at)
+        self.scheduler.incoming.commit(adopted, num_filled if num_missing else None, kept_for, expires_at)
 
     def pick(self, keep_for: str, number: int) -> RequestId | None:
         """The request that blocks are kept for: none, one that has not arrived, or a known one."""

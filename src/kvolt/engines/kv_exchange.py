@@ -128,7 +128,7 @@ class KvExchange:
         keep_for: RequestId | None = None,
         expires_at: float = inf,
     ) -> None:
-        self._scheduler.commit_incoming(_incoming(allocation), num_filled, keep_for, expires_at)
+        self._scheduler.incoming.commit(_incoming(allocation), num_filled, keep_for, expires_at)
 
     def attach(self, allocation: KvAllocation, num_last: int, request_id: RequestId) -> AttachedKv:
         """As in `KvTierable.attach_kv`."""
@@ -136,7 +136,7 @@ class KvExchange:
             raise InvalidRequest(f"{num_last} of {len(allocation.blocks)} blocks", param="num_last")
         if not allocation.blocks:
             return AttachedKv()
-        counts = self._scheduler.attach_incoming(_incoming(allocation), num_last, request_id)
+        counts = self._scheduler.incoming.attach(_incoming(allocation), num_last, request_id)
         return AttachedKv() if counts is None else AttachedKv(True, *counts)
 
     def import_kv(self, blocks: Sequence[KvBlock]) -> int:
@@ -171,5 +171,5 @@ class KvExchange:
         incoming = scheduler.holds.allocate_incoming(names)
         for index, block_id in incoming:
             self._memory.write(block_id, run[index - num_before].data)
-        scheduler.commit_incoming(incoming)
+        scheduler.incoming.commit(incoming)
         return present - num_before + len(incoming)

@@ -9,16 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from kvolt.core.card import HASH_SCHEME, EngineInfo, ModelCard
 from kvolt.core.endpoints import GENERATE, INSTANCES, EndpointAddress, decode_instance
 from kvolt.core.errors import InvalidRequest, KvoltError
-from kvolt.core.ids import CardHash
 from kvolt.core.request import Role
-from kvolt.frontend.kv_pair_filter import with_kv_filter
 from kvolt.frontend.model import (
     Model,
     ModelOptions,
@@ -29,14 +27,9 @@ from kvolt.frontend.model import (
     unknown_model_error,
     unreachable_error,
 )
-from kvolt.frontend.openai_api.generation import generation_defaults
-from kvolt.frontend.templates.process import Renderer
-from kvolt.frontend.tokenization.preprocess import ProcessorSpec, new_large_texts
-from kvolt.journey.journey import JourneyContext
+from kvolt.frontend.model_builder import ModelBuilder
 from kvolt.journey.prefill import RoleTarget
-from kvolt.journey.prefill_mode import PrefillModePolicy, PrefillModeSelector
-from kvolt.router.port import Router, RouterContext
-from kvolt.router.registrations import Registrations
+from kvolt.router.port import Router
 from kvolt.router.registry import ROUTERS, NewRouter
 from kvolt.runtime.discovery.port import Delete, Put, Synced
 from kvolt.runtime.endpoint.client import EndpointClient
@@ -50,14 +43,6 @@ _CARD_RETRY_S = 0.2
 _CARD_RETRY_MAX_S = 5.0
 
 _decode_info = msgspec.msgpack.Decoder(EngineInfo).decode
-
-
-_PrefillKey = tuple[str, str, CardHash]
-
-
-def _prefill_key(endpoint: EndpointAddress, info: EngineInfo) -> _PrefillKey:
-    """Key of prefill and decode workers that belong together: same namespace, model and card."""
-    return endpoint.namespace, info.model, info.card
 
 
 class Models:
@@ -75,7 +60,6 @@ class Models:
         new_router: NewRouter = ROUTERS["round-robin"],
     ) -> None:
         self._runtime = runtime
-        self._new_router = new_router
         self._options = options or ModelOptions()
         self._namespaces = (namespaces,) if isinstance(namespaces, str) else tuple(dict.fromkeys(namespaces))
         self._models: dict[str, dict[EndpointAddress, Model]] = {}
@@ -88,13 +72,10 @@ class Models:
         """Instance keys of each component, maintained by the watch that starts `_load`."""
         self._loading: dict[EndpointAddress, EngineInfo] = {}
         """Components whose card is being fetched."""
-        self._prefills: dict[_PrefillKey, RoleTarget] = {}
-        """Prefill workers by namespace, model and card."""
         self._unsynced = set(self._namespaces)
         self._settled = asyncio.Event()
         self._task_group = TaskGroup("models")
-        self._renderer = Renderer(runtime.ports.blocking)
-        self._large_texts = new_large_texts(runtime.ports.blocking)
+        self._builder = ModelBuilder(runtime, self._options, new_router, self._task_group)
 
     def start(self) -> None:
         for namespace in self._namespaces:
@@ -102,10 +83,10 @@ class Models:
 
     async def close(self) -> None:
         await self._task_group.close()
-        self._renderer.close()
+        self._builder.close()
         for model in self._all_revisions():
             await model.journey_context.router.close()
-        for prefill_target in self._prefills.values():
+        for prefill_target in self._builder.prefill_targets.values():
             await prefill_target.router.close()
 
     async def wait_settled(self, timeout_s: float) -> None:
@@ -157,7 +138,7 @@ class Models:
     def prefill_only(self) -> dict[str, list[RoleTarget]]:
         """Models with prefill workers for which no decode worker has ever registered."""
         targets: dict[str, list[RoleTarget]] = {}
-        for (_, name, _), prefill_target in self._prefills.items():
+        for (_, name, _), prefill_target in self._builder.prefill_targets.items():
             if not self._is_model_name(name) and prefill_target.client.instances():
                 targets.setdefault(name, []).append(prefill_target)
         return targets
@@ -175,7 +156,7 @@ class Models:
         """Routers of all model revisions and of their prefill workers."""
         return [
             *(model.journey_context.router for model in self._all_revisions()),
-            *(prefill_target.router for prefill_target in self._prefills.values()),
+            *(prefill_target.router for prefill_target in self._builder.prefill_targets.values()),
         ]
 
     def single_model(self) -> Model:
@@ -288,7 +269,7 @@ class Models:
             await client.close()
             return
         try:
-            model = self._model(card, client, info)
+            model = self._builder.build(card, client, info)
         except Exception as error:  # a foreign tokenizer or template may raise anything
             log.error("model card unusable: model=%s error=%s", info.model, error)
             await client.close()
@@ -308,74 +289,8 @@ class Models:
         client = await self._runtime.client(endpoint)
         client.has_fallback = True  # decode workers can prefill locally
         await client.wait_synced(self._runtime.options.deadlines.connect_s)
-        context = RouterContext(client, self._runtime, info.block_size, self._options.router, Role.PREFILL)
-        self._prefills[_prefill_key(endpoint, info)] = RoleTarget(self._new_router(context), client)
+        self._builder.add_prefill(client, info)
         log.info("prefill workers available: model=%s", info.model)
-
-    def _prefill_target_for(
-        self, decode: EndpointClient, info: EngineInfo
-    ) -> Callable[[], RoleTarget | None]:
-        """Return a getter of these workers' prefill workers; it returns None until one has registered."""
-        key = _prefill_key(decode.endpoint, info)
-        prefill_role_target: RoleTarget | None = None
-
-        def prefill_target() -> RoleTarget | None:
-            nonlocal prefill_role_target
-            if prefill_role_target is None and info.role is Role.DECODE and key in self._prefills:
-                prefill_role_target = with_kv_filter(self._prefills[key], decode)
-            return prefill_role_target
-
-        return prefill_target
-
-    def _prefill_mode_policy(
-        self, router: Router, prefill_target: Callable[[], RoleTarget | None], info: EngineInfo
-    ) -> PrefillModePolicy:
-        if info.role is not Role.DECODE:
-            return PrefillModePolicy()
-        now = self._runtime.ports.clock.monotonic
-        return PrefillModeSelector(router, prefill_target, info.block_size, self._options.prefill, now=now)
-
-    def _model(self, card: ModelCard, client: EndpointClient, info: EngineInfo) -> Model:
-        options = self._options
-        ports = self._runtime.ports
-        processor = options.new_processor(
-            card,
-            ProcessorSpec(
-                blocking=ports.blocking,
-                cache_bytes=options.cache_bytes,
-                parsers=options.parsers,
-                wall=ports.clock.wall,
-                monotonic=ports.clock.monotonic,
-                renderer=self._renderer,
-                large_texts=self._large_texts,
-            ),
-        )
-        context = RouterContext(client, self._runtime, info.block_size, options.router, info.role)
-        router = self._new_router(context)
-        prefill_target = self._prefill_target_for(client, info)
-        client.may_migrate = options.migration_limit > 0
-        journey_context = JourneyContext(
-            router,
-            client,
-            self._task_group,
-            options.max_attempts,
-            migration_limit=options.migration_limit,
-            eos_token_ids=card.eos_token_ids,
-            prefill_modes=self._prefill_mode_policy(router, prefill_target, info),
-            is_decode_first=not {info.model, "*"}.isdisjoint(options.decode_first),
-        )
-        defaults = generation_defaults(card.defaults)
-        return Model(
-            card,
-            processor,
-            client,
-            journey_context,
-            defaults,
-            info.capacity,
-            Registrations(client),
-            role=info.role,
-            get_prefill_target=prefill_target,
-        )
 
     async def _remove_old_revisions(self, revisions: dict[EndpointAddress, Model]) -> None:
         """Remove components before the newest that have no workers left."""

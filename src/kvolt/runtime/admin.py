@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
 
 import msgspec
 
@@ -26,7 +25,7 @@ from kvolt.runtime.http.server import (
 )
 from kvolt.runtime.metrics import Metrics
 from kvolt.runtime.network import Network
-from kvolt.runtime.process_control import MAX_CONTROL_S
+from kvolt.runtime.process_control import MAX_CONTROL_S, Controls
 from kvolt.runtime.security.access import may_control
 
 _LIMITS = HttpLimits(max_connections=64, max_body_bytes=64 * 1024, max_header_bytes=16 * 1024)
@@ -42,34 +41,6 @@ COMMANDS = {
 }
 """Path -> command; each process supports some of them. The paths for adapters and sleep are vLLM's. Fields of the body
 can be query parameters instead, as vLLM's `level` is."""
-
-
-class Controls(Protocol):
-    """Operations that an operator can apply to this process.
-
-    Calls run in the request's task. A client that disconnects cancels them, and `drain` must then leave the process
-    cordoned.
-    """
-
-    async def cordon(self) -> None:
-        """Refuse new work; running work continues."""
-        ...
-
-    async def drain(self, timeout_s: float) -> None:
-        """Cordon, then wait until no work is running or the time-out expires."""
-        ...
-
-    async def resume(self) -> None:
-        """Accept work again."""
-        ...
-
-    async def command(self, name: str, body: bytes) -> Any:
-        """Run one of COMMANDS, here or on all known workers. Raises Unsupported if this process does not have it."""
-        ...
-
-    async def status(self) -> Any:
-        """Return the status; it must encode to JSON."""
-        ...
 
 
 class AdminServer:

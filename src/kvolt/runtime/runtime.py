@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from kvolt.core.endpoints import EndpointAddress, Instance, InstanceState, encode_instance
-from kvolt.core.errors import AccessDenied, ConfigError, DiscoveryLost, KvoltError, Unsupported
+from kvolt.core.errors import AccessDenied, ConfigError, DiscoveryLost
 from kvolt.core.ids import InstanceId
 from kvolt.runtime.clock import Blocking, Clock, new_id
 from kvolt.runtime.discovery.port import Discovery, LeaseId
@@ -33,6 +33,8 @@ from kvolt.runtime.process_control import (
     ControlRequest,
     EndpointStatus,
     ProcessStatus,
+    execute,
+    unsupported_command,
 )
 from kvolt.runtime.security.credentials import Credentials
 from kvolt.runtime.stop import graceful_stop
@@ -43,16 +45,6 @@ log = logging.getLogger(__name__)
 Command = Callable[[bytes], Awaitable[Any]]
 """Maps a request body to a result that encodes to JSON."""
 
-_COMMAND_OWNERS = {
-    "clear_kv_blocks": "a frontend or a worker",
-    "resize_kv_tiers": "a worker",
-    "explain_route": "a frontend",
-    "sleep": "a worker, or `kvolt worker sleep`",
-    "wake_up": "a worker, or `kvolt worker wake`",
-    "load_lora_adapter": "a frontend",
-    "unload_lora_adapter": "a frontend",
-}
-"""Processes that support a command of `admin.COMMANDS`, for the error of others."""
 _RETRY_S = 1.0
 _LEAVE_TIMEOUT_S = 2.0
 """Time limit for discovery calls on state changes and at shutdown: the store may be unreachable."""
@@ -286,7 +278,7 @@ class Runtime:
         self._clients = [open_client for open_client in self._clients if not open_client.closed] + [client]
         return client
 
-    # --- admin.Controls
+    # --- process_control.Controls
 
     async def cordon(self) -> None:
         """Refuse new streams; active streams continue."""
@@ -311,10 +303,7 @@ class Runtime:
     async def command(self, name: str, body: bytes) -> Any:
         command = self.commands.get(name)
         if command is None:
-            raise Unsupported(
-                f"this process does not support {name}; use the admin port of {_COMMAND_OWNERS[name]}",
-                feature=name,
-            )
+            raise unsupported_command(name)
         return await command(body)
 
     async def status(self) -> ProcessStatus:
@@ -388,18 +377,5 @@ class Runtime:
         yield await self.status()
 
     async def _serve_control(self, request: ControlRequest) -> AsyncIterator[ProcessStatus]:
-        match request.verb:
-            case "cordon":
-                await self.cordon()
-            case "drain":
-                await self.drain(request.timeout_s)
-            case "resume":
-                await self.resume()
-            case "sleep" | "wake_up" as name:
-                options = {"timeout_s": request.timeout_s} if name == "sleep" else {}
-                await self.command(name, msgspec.json.encode(options))
-            case _:
-                raise KvoltError(
-                    f"unknown verb {request.verb!r}; known: cordon, drain, resume, sleep, wake_up"
-                )
+        await execute(request, self)
         yield await self.status()

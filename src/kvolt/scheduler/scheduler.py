@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from math import inf
 
 from kvolt.core.block_key import BlockKeyContext
 from kvolt.core.delta import ChoiceEnd, FinishReason
@@ -23,6 +22,7 @@ from kvolt.core.request import Request
 from kvolt.kv import BlockId, BlockNames, BlockPool, Change
 from kvolt.scheduler.check import check_scheduler
 from kvolt.scheduler.holds import BlockHolds
+from kvolt.scheduler.incoming_blocks import IncomingBlocks
 from kvolt.scheduler.prefetched_blocks import PrefetchedBlocks
 from kvolt.scheduler.sequence import ChoiceGroup, Naming, Phase, Sequence, TokenNaming
 from kvolt.scheduler.step_plan import (
@@ -71,6 +71,10 @@ class Scheduler:
         self._num_live = 0
         self._num_arrived = 0
         self._in_flight: StepPlan | None = None
+        self.incoming = IncomingBlocks(
+            self._groups, self.planner, self.holds, self.prefetched, self, limits.block_size
+        )
+        """Blocks filled by transfers."""
 
     @property
     def num_running(self) -> int:
@@ -91,7 +95,7 @@ class Scheduler:
         """Enqueue a request. InvalidRequest if it can never run here, Overloaded if the queue is full.
 
         With `keep_blocks` the blocks of its first choice stay held after its end, until `release_kept`.
-        Prefetched blocks (see `commit_incoming`) stay held until the request is admitted, and are released if
+        Prefetched blocks (see `IncomingBlocks.commit`) stay held until the request is admitted, and are released if
         it is rejected.
         """
         try:
@@ -112,7 +116,7 @@ class Scheduler:
         self._groups[request.request_id] = ChoiceGroup(sequences, sequences[1:], keep_blocks, sequences[0])
         self._num_live += len(sequences)
         self.planner.enqueue(sequences[0])
-        self._queue_prefetched(sequences[0])
+        self.incoming.hold_queued(sequences[0])
 
     def abort(self, request_id: RequestId) -> bool:
         """Drop a request in any state; returns whether it was known. Its lent blocks stay held until
@@ -131,7 +135,7 @@ class Scheduler:
                 sequence.blocks = []
             sequence.phase = Phase.DONE
         self._num_live -= len(group.live)
-        self._release_deferred()
+        self.release_deferred()
         return True
 
     def withdraw(self, request_id: RequestId) -> bool:
@@ -174,7 +178,7 @@ class Scheduler:
                 continue
             num_computed = sequence.num_computed = work.start + 1
             if not num_computed % block_size:
-                self._seal(sequence)
+                self.seal(sequence)
             known = sequence.tokens  # from here to `end`: `append_token` inlined
             known.append(token)
             may_end = token in sequence.ending_ids or len(known) >= sequence.max_length
@@ -196,7 +200,7 @@ class Scheduler:
             if sequence.received_span[1]:
                 sequence.skip_received(block_size)
             if sequence.num_computed // block_size > sequence.num_sealed:
-                self._seal(sequence)
+                self.seal(sequence)
             if sampled_token is not None:
                 new_tokens.append(self._advance(sequence, sampled_token))
         return new_tokens
@@ -227,7 +231,7 @@ class Scheduler:
             sequence.num_computed = num_computed
             on_computed(Work(sequence, work.start, len(tokens)))
             if num_computed // block_size > sequence.num_sealed:
-                self._seal(sequence)
+                self.seal(sequence)
             is_over = len(sequence.tokens) >= sequence.max_length
             if is_over:
                 self._finish(sequence)
@@ -279,7 +283,7 @@ class Scheduler:
     def release_kept(self, request_id: RequestId) -> bool:
         """Returns whether anything was held."""
         was_held = self.holds.release_kept(request_id)
-        self._release_deferred()
+        self.release_deferred()
         return was_held
 
     def prompt_keys(self, request: Request) -> list[BlockKey]:
@@ -287,70 +291,6 @@ class Scheduler:
         naming, tokens = self._naming(request), list(request.token_ids)
         naming.reach(tokens, len(tokens) // self.limits.block_size)
         return naming.names.keys
-
-    def commit_incoming(
-        self,
-        incoming: Items[tuple[int, BlockId]],
-        num_filled: int | None = None,
-        keep_for: RequestId | None = None,
-        expires_at: float = inf,
-    ) -> None:
-        """As `BlockHolds.commit_incoming`. With `keep_for` the blocks up to the last filled one, including
-        those present before, stay held for that request until it is admitted or aborted,
-        `prefetched.release_expected`, or `prefetched.expire` if it has not arrived by `expires_at`. Allocations may
-        take them earlier."""
-        keys = self.holds.commit_incoming(incoming, num_filled)
-        if keep_for is None:
-            return
-        group = self._groups.get(keep_for)
-        if group is None:
-            self.prefetched.hold_expected(keep_for, keys, expires_at)
-        elif not group.has_started:
-            self.prefetched.hold_expected(keep_for, keys, expires_at)
-            self._queue_prefetched(group.first)
-
-    def attach_incoming(
-        self, incoming: Items[tuple[int, BlockId]], num_last: int, request_id: RequestId
-    ) -> tuple[int, int] | None:
-        """Attach the last `num_last` blocks of an allocation, which are filled, to a request that computes
-        its prompt; it uses those that it has not reached. Returns the number attached, and the number of
-        blocks reached including the step in flight (all if the request can use none). None if the request is
-        unknown."""
-        group = self._groups.get(request_id)
-        if group is None:
-            return None
-        first, end = group.first, incoming[-1][0] + 1
-        if first.phase is Phase.WAITING:
-            # A request must not wait for blocks reserved for itself, with the whole queue behind it.
-            return 0, end if self.planner.is_starved(first) else 0
-        is_computed = first.phase is Phase.DONE or first.num_computed >= first.num_to_prefill
-        if is_computed or first.needs_prompt_logits:
-            return 0, end
-        num_reached = -(-self._end_in_flight(first) // self.limits.block_size)
-        end, attached = self.holds.attach_last(
-            incoming,
-            max(end - num_last, num_reached),
-            self.planner.reusable_keys(first),
-        )
-        if attached:
-            start = end - len(attached)
-            own, first.blocks[start:end] = first.blocks[start:end], attached
-            self.holds.defer(own)
-            self._release_deferred()
-            follows = first.received_span[0] == end
-            first.received_span = (start, first.received_span[1] if follows else end)
-            if num_reached * self.limits.block_size == first.num_computed:
-                first.skip_received(self.limits.block_size)
-                self._seal(first)
-        return len(attached), num_reached
-
-    def _end_in_flight(self, sequence: Sequence) -> int:
-        """Number of its tokens computed once the step in flight has ended."""
-        plan = self._in_flight
-        for work in () if plan is None else plan.prefills:
-            if work.sequence is sequence:
-                return work.start + work.num_tokens
-        return sequence.num_computed
 
     def allocate(self, count: int) -> list[BlockId] | None:
         """Allocate blocks for something other than a request, to be released by the caller; None if there are
@@ -378,23 +318,26 @@ class Scheduler:
     def _name_by_tokens(self, request: Request) -> Naming:
         return TokenNaming(request, self._keys(request))
 
-    def _queue_prefetched(self, first: Sequence) -> None:
-        """Keep prefetched blocks of a request while its first choice waits."""
-        request_id = first.request.request_id
-        if self.prefetched.is_expected(request_id):
-            self.prefetched.hold_queued(request_id, self.planner.reusable_keys(first), first.order)
-
     def _end_step(self, plan: StepPlan) -> None:
         if plan is not self._in_flight:
             raise KvoltError("this step is not in flight")
         self._in_flight = None
-        self._release_deferred()
+        self.release_deferred()
 
-    def _release_deferred(self) -> None:
+    def end_in_flight(self, sequence: Sequence) -> int:
+        """Number of its tokens computed once the step in flight has ended."""
+        plan = self._in_flight
+        for work in () if plan is None else plan.prefills:
+            if work.sequence is sequence:
+                return work.start + work.num_tokens
+        return sequence.num_computed
+
+    def release_deferred(self) -> None:
+        """Release deferred blocks unless a step is in flight."""
         if self._in_flight is None:
             self.holds.release_deferred()
 
-    def _seal(self, sequence: Sequence) -> None:
+    def seal(self, sequence: Sequence) -> None:
         """Name the blocks that were filled since the last call."""
         num_full = sequence.num_computed // self.limits.block_size
         sequence.naming.reach(sequence.tokens, num_full)

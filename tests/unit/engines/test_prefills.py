@@ -330,7 +330,7 @@ def test_blocks_that_came_wait_for_their_request_as_long_as_those_for_others(how
     source.handoff(request("a", max_tokens=4))
     source.now = 3.0
     adopted = scheduler_.holds.allocate_incoming(names_of(asked, list(asked.token_ids), 2))
-    scheduler_.commit_incoming(adopted, None, asked.request_id, source.prefills.expires_at)
+    scheduler_.incoming.commit(adopted, None, asked.request_id, source.prefills.expires_at)
     assert (source.num_held, source.prefills.next_expiry) == (4, 10.0)
     source.prefills.release(A)
     assert (source.num_held, source.prefills.next_expiry) == (2, 13.0)

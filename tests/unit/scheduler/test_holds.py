@@ -81,7 +81,7 @@ def test_kv_moves_from_one_scheduler_to_another() -> None:
     there.scheduler.check_integrity()
     for position, block in adopted:
         there.fill(block, [here.memory[blocks[position], offset] for offset in range(2)])
-    there.scheduler.commit_incoming(adopted)
+    there.scheduler.incoming.commit(adopted)
     there.scheduler.check_integrity()
     assert (there.scheduler.pool.num_used, len(there.scheduler.pool._by_key)) == (0, 3)
     assert there.scheduler.holds.allocate_incoming(names) == []
@@ -147,6 +147,6 @@ def test_what_was_computed_here_meanwhile_is_not_there_twice() -> None:
     lab.run()
     state = digest(root(one), 1)
     lab.fill(adopted[0][1], [state, digest(state, 2)])
-    lab.scheduler.commit_incoming(adopted)
+    lab.scheduler.incoming.commit(adopted)
     lab.scheduler.check_integrity()
     assert (len(lab.scheduler.pool._by_key), lab.scheduler.pool.num_used) == (1, 0)

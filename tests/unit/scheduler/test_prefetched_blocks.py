@@ -28,7 +28,7 @@ def settle(lab: Lab, asked: Request, num_filled: int | None = None, expires_at: 
     states = states_of(asked, tokens)
     for position, block in adopted:
         lab.fill(block, states[position * block_size :][:block_size])
-    lab.scheduler.commit_incoming(adopted, num_filled, asked.request_id, expires_at)
+    lab.scheduler.incoming.commit(adopted, num_filled, asked.request_id, expires_at)
     lab.scheduler.check_integrity()
 
 

@@ -35,12 +35,12 @@ class Room:
             place, block = self.adopted[-1 - self.num_last]
             self.lab.fill(block, self.states[place])
             self.num_last += 1
-        taken = self.lab.scheduler.attach_incoming(self.adopted, self.num_last, self.request.request_id)
+        taken = self.lab.scheduler.incoming.attach(self.adopted, self.num_last, self.request.request_id)
         self.lab.scheduler.check_integrity()
         return taken
 
     def settle(self, num_filled: int = 0) -> None:
-        self.lab.scheduler.commit_incoming(self.adopted, num_filled)
+        self.lab.scheduler.incoming.commit(self.adopted, num_filled)
         self.lab.scheduler.check_integrity()
 
 
