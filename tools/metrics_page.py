@@ -63,9 +63,9 @@ After this page you can write a dashboard, an alert or an autoscaling rule for k
 at `/metrics` of its admin port (`kvolt status` shows the ports); the frontend serves those of all its processes at
 `/metrics` of the API port. `deploy/grafana` has two dashboards.
 
-With `--metrics-aliases dynamo` a process also serves the names of the column "Dynamo's name", with Dynamo's labels, so
-that Dynamo's dashboards and alerts work. vLLM's, SGLang's and the operating system's own series (`vllm:`, `sglang:`,
-`process_`) are passed on as they are and not listed here.
+With `--set metrics.aliases=dynamo` a process also serves the names of the column "Dynamo's name", with Dynamo's
+labels, so that Dynamo's dashboards and alerts work. vLLM's, SGLang's and the operating system's own series (`vllm:`,
+`sglang:`, `process_`) are passed on as they are and not listed here.
 
 This page is generated: `python tools/metrics_page.py`.
 """
@@ -207,7 +207,7 @@ def scrape_cluster() -> dict[str, Entry]:
 def scrape_http_router() -> dict[str, Entry]:
     """Metrics of a router that serves HTTP and has a worker."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [*_KVOLT, "router", "--http-port", "0", "--log-format", "human"]
+        command = [*_KVOLT, "router", "--http-port", "0", "--set", "log.format=human"]
         process = subprocess.Popen(
             [*command, "--namespace", "metrics-page", "--discovery-path", f"{folder}/discovery"],
             stdout=subprocess.PIPE,

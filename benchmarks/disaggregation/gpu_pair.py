@@ -28,7 +28,10 @@ BLOCK_SIZE = 16
 NUM_PROMPTS = 200
 LENGTHS = (1024, 4096, 8192)
 ROUNDS = 8
-FLOWS: dict[str, tuple[str, ...]] = {"prefill-first": (), "decode-first": ("--decode-first", "*")}
+FLOWS: dict[str, tuple[str, ...]] = {
+    "prefill-first": (),
+    "decode-first": ("--set", "frontend.decode_first=*"),
+}
 LARGE: dict[str, Any] = {
     "hidden_size": 2048,
     "intermediate_size": 4096,

@@ -1,4 +1,4 @@
-"""`--processor vllm` with vLLM's own code: what it renders and reads is what `vllm serve` would."""
+"""The processor `vllm` with vLLM's own code: what it renders and reads is what `vllm serve` would."""
 
 from __future__ import annotations
 
@@ -442,7 +442,8 @@ def edge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     said = "<think>hm" + THOUGHT[THOUGHT.index("\n</think>") :] + XML_CALLS
-    command = [sys.executable, "-m", "kvolt", "serve", "sim-tiny", "--port", str(port), "--processor", "vllm"]
+    processor = ("--set", "frontend.processor=vllm")
+    command = [sys.executable, "-m", "kvolt", "serve", "sim-tiny", "--port", str(port), *processor]
     command += [
         "--tool-parser",
         "qwen3_coder",

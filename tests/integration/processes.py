@@ -196,7 +196,7 @@ class Bench:
 
     async def serve(self, *arguments: str) -> tuple[Kvolt, str]:
         """`kvolt serve` that is ready, and its URL."""
-        process = self.start("serve", "--port", "0", "--log-format", "human", *arguments, name="serve")
+        process = self.start("serve", "--port", "0", "--set", "log.format=human", *arguments, name="serve")
         found = await process.says(r"ready at (http://[\d.:]+) ")
         return process, found[1]
 

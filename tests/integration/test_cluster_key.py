@@ -137,10 +137,10 @@ async def test_a_machine_without_the_key_joins_with_a_certificate(bench: Bench) 
 
 def test_a_listener_for_other_machines_needs_a_key(bench: Bench) -> None:
     for flags in (
-        ("--discovery-join-listen", f"0.0.0.0:{free_port()}", "--runtime-advertise", "127.0.0.1"),
-        ("--runtime-host", "0.0.0.0", "--runtime-advertise", "127.0.0.1"),
+        ("--discovery-join-listen", f"0.0.0.0:{free_port()}", "--set", "runtime.advertise=127.0.0.1"),
+        ("--set", "runtime.host=0.0.0.0", "--set", "runtime.advertise=127.0.0.1"),
         ("--set", "admin.host=0.0.0.0"),
-        ("--set", "events.host=0.0.0.0", "--runtime-advertise", "127.0.0.1"),
+        ("--set", "events.host=0.0.0.0", "--set", "runtime.advertise=127.0.0.1"),
     ):
         refused = bench.run("frontend", "--port", "0", *flags)
         assert refused.returncode == 2

@@ -64,7 +64,7 @@ WRONG = {
         "frontend",
         "--discovery-join-listen",
         "0.0.0.0:0",
-        "but the address of this machine is not set (set --runtime-host or",
+        "but the address of this machine is not set (set runtime.host or",
     ),
     "no workers": ("serve", "--workers", "0", "serve needs at least one worker (set --workers to 1 or more)"),
 }

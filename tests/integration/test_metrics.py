@@ -19,10 +19,10 @@ async def exported(client: httpx.AsyncClient, address: str) -> set[str]:
 async def test_every_metric_is_on_the_page_and_aliases_are_served(tmp_path: Path) -> None:
     with Bench(tmp_path) as bench:
         plain = bench.worker("plain")
-        bench.worker("aliased", "--metrics-aliases", "dynamo")
-        _, url = await bench.frontend("--metrics-aliases", "dynamo")
+        bench.worker("aliased", "--set", "metrics.aliases=dynamo")
+        _, url = await bench.frontend("--set", "metrics.aliases=dynamo")
         await until_ready(url)
-        router = bench.start("router", "--http-port", "0", "--name", "router", "--log-format", "human")
+        router = bench.start("router", "--http-port", "0", "--name", "router", "--set", "log.format=human")
         over_http = (await router.says(r"listening on http://(\S+)"))[1]
         views = await bench.until_seen("frontend", "plain", "aliased", "router")
         body = {"model": "sim-tiny", "max_tokens": 4, "messages": [{"role": "user", "content": "Hello"}]}

@@ -18,7 +18,7 @@ PROMPTS = [" ".join(f"w{number * each}" for number in range(40 + 7 * each)) for 
 OTHERS = [f"again {prompt}" for prompt in PROMPTS]
 FLOWS = {
     "prefill-first": ("--prefill-choice", "threshold"),
-    "decode-first": ("--prefill-choice", "threshold", "--decode-first", "*"),
+    "decode-first": ("--prefill-choice", "threshold", "--set", "frontend.decode_first=*"),
 }
 """All prompts are computed by prefill workers, whatever that costs."""
 

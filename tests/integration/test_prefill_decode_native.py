@@ -20,7 +20,7 @@ from kvolt.testing.tiny_models import tiny_checkpoint
 MODEL = "tiny"
 BLOCK_SIZE = 16
 NUM_PROMPTS = 200
-DECODE_FIRST = ("--decode-first", "*")
+DECODE_FIRST = ("--set", "frontend.decode_first=*")
 START_S = 120.0
 ANSWER_S = 120.0
 

@@ -327,7 +327,7 @@ async def test_a_second_one_says_whom_it_joins_and_keeps_its_logs_apart(bench: B
 
 
 async def test_json_logs_are_all_that_it_prints(bench: Bench) -> None:
-    serve, url = await bench.serve("--workers", "1", "--log-format", "json", "--log-level", "debug")
+    serve, url = await bench.serve("--workers", "1", "--set", "log.format=json", "--log-level", "debug")
     async with httpx.AsyncClient(base_url=url) as client:
         body = {"model": MODEL, "prompt": "a", "max_tokens": 1}
         await client.post("/v1/completions", json=body, headers={"x-request-id": "mine"})

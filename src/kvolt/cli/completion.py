@@ -16,7 +16,6 @@ from kvolt.cli.flags import RecordOverride
 from kvolt.cli.main import VERBS, verb_parser
 from kvolt.engines.registry import engine_names
 from kvolt.frontend.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
-from kvolt.frontend.processors.registry import processor_names
 from kvolt.kv.tiers.eviction import EVICTIONS
 from kvolt.latency.presets import PRESETS
 from kvolt.router.registry import ROUTERS
@@ -52,7 +51,6 @@ _NAMES: dict[str, Callable[[], Iterable[str]]] = {
     "--kv-eviction": lambda: EVICTIONS,
     "--objective": lambda: OBJECTIVES,
     "--preset": lambda: PRESETS,
-    "--processor": processor_names,
     "--reasoning-parser": lambda: REASONING_PARSERS,
     "--router": lambda: ROUTERS,
     "--tool-parser": lambda: TOOL_PARSERS,

@@ -26,14 +26,10 @@ GROUPS: dict[str, dict[str, str]] = {
         "frontend.tls_key": "FILE",
         "frontend.tool_parser": "NAME",
         "frontend.reasoning_parser": "NAME",
-        "frontend.processor": "NAME",
         "frontend.api_keys": "FILE",
     },
     "routing": {"frontend.router": "POLICY"},
-    "disaggregated prefill": {
-        "frontend.prefill_choice": "MODE",
-        "frontend.decode_first": "MODELS",
-    },
+    "disaggregated prefill": {"frontend.prefill_choice": "MODE"},
     "discovery": {
         "namespace": "NAME",
         "discovery.join": "HOST:PORT",
@@ -42,13 +38,10 @@ GROUPS: dict[str, dict[str, str]] = {
     },
     "network": {
         "discovery.join_listen": "HOST:PORT",
-        "runtime.host": "HOST",
-        "runtime.advertise": "HOST",
         "cluster.insecure_network": "",
     },
     "join token": {"cluster.join_token": "TOKEN"},
-    "logging": {"log.level": "LEVEL", "log.format": "FORMAT"},
-    "metrics": {"metrics.aliases": "NAMES"},
+    "logging": {"log.level": "LEVEL"},
 }
 """Settings with a flag: key and placeholder of the value (none: the flag sets it to true), by the title of their group
 in `--help`."""

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 _SERVING = ("HTTP API", "routing", "disaggregated prefill")
-_PROCESS = ("discovery", "network", "logging", "metrics")
-_SINGLE_PROCESS = ("discovery", "network", "join token", "logging", "metrics")
+_PROCESS = ("discovery", "network", "logging")
+_SINGLE_PROCESS = ("discovery", "network", "join token", "logging")
 _CLIENT = ("discovery", "logging")
 
 

@@ -57,7 +57,7 @@ def process_options(settings: Settings, name: str) -> ProcessOptions:
         raise ConfigError(
             f"runtime.host is {host}, so other processes do not know this machine's address",
             key="runtime.advertise",
-            remedy="set runtime.advertise (--runtime-advertise) to the name or address of this machine",
+            remedy="set runtime.advertise to the name or address of this machine",
         )
     return ProcessOptions(
         name=name,
@@ -106,7 +106,7 @@ def plane_host(settings: Settings) -> str:
         raise ConfigError(
             f"discovery.join_listen is {listen}, but the address of this machine is not set",
             key="runtime.advertise",
-            remedy="set --runtime-host or --runtime-advertise to it, or listen on that address only",
+            remedy="set runtime.host or runtime.advertise to it, or listen on that address only",
         )
     if not is_loopback(shared_on):
         return shared_on

@@ -48,7 +48,7 @@ def test_others_must_reach_what_we_tell_them(given: list[str], host: str) -> Non
 def test_everywhere_is_no_address_to_tell(listen: str) -> None:
     with pytest.raises(ConfigError, match="the address of this machine is not set") as caught:
         plane_host(settings(f"discovery.join_listen={listen}"))
-    assert "--runtime-advertise" in caught.value.fields["remedy"]
+    assert "runtime.advertise" in caught.value.fields["remedy"]
 
 
 @pytest.fixture

@@ -107,7 +107,7 @@ def configure_serve(parser: argparse.ArgumentParser) -> None:
         choices=("none", "zstd"),
     )
     option(parser, "--eviction", None, "Eviction policy.", default="lru", choices=sorted(EVICTIONS))
-    add_settings(parser, ("discovery", "network", "join token", "logging", "metrics"))
+    add_settings(parser, ("discovery", "network", "join token", "logging"))
 
 
 def serve_pool(args: argparse.Namespace, loaded: LoadedConfig) -> int:

@@ -59,7 +59,7 @@ Examples:
   kvolt frontend --set router.process=true        route through the namespace's `kvolt router`
   kvolt frontend --attach http://10.0.0.7:8000,events=tcp://10.0.0.7:5557
                                                   route to a running vLLM or SGLang server
-  kvolt frontend --processor vllm --tool-parser kimi_k2 --reasoning-parser kimi_k2
+  kvolt frontend --set frontend.processor=vllm --tool-parser kimi_k2 --reasoning-parser kimi_k2
                                                   use vLLM's chat processing (docs/engines.md)
   kvolt frontend --discovery-join-listen 10.0.0.5:7400
                                                   accept workers with --join 10.0.0.5:7400

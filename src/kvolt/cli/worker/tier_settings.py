@@ -35,7 +35,7 @@ def add_tier_flags(parser: argparse.ArgumentParser, is_brief: bool = False) -> a
         "--kv-disk-direct",
         rare("Read from disk into the GPU (NIXL, GPUDirect Storage)."),
     )
-    option(group, "--kv-object", "URL", "Store: s3://BUCKET/PREFIX, gs://, az:// or a folder.")
+    option(group, "--kv-object", "URL", rare("Store: s3://BUCKET/PREFIX, gs://, az:// or a folder."))
     group.add_argument(
         "--kv-pool",
         metavar="SOCKET",

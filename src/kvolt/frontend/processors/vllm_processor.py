@@ -1,4 +1,4 @@
-"""`--processor vllm`: renders prompts and parses output with vLLM's code, as `vllm serve` would.
+"""The processor `vllm`: renders prompts and parses output with vLLM's code, as `vllm serve` would.
 
 Based on the model card: its `tokenizer.json` is converted to the tokenizer for vLLM's code, and its template is
 passed as with `--chat-template`. Tokenization is kvolt's own, which gives the same ids as vLLM's.
@@ -155,7 +155,7 @@ def _log_unselected(card: ModelCard, named: ParserNames) -> None:
     ):
         if selected is None and detected is not None:
             log.warning(
-                "parser not selected: model=%s; --processor vllm detects none, try %s %s",
+                "parser not selected: model=%s; the processor vllm detects none, try %s %s",
                 card.name,
                 flag,
                 detected,

@@ -35,7 +35,7 @@ REQUIREMENT = replace(
         "vllm.tokenizers.hf:get_cached_tokenizer",
         "vllm.tool_parsers:ToolParserManager.list_registered",
     ),
-    remedy="pip install 'kvolt[vllm]' in the frontend's environment, or omit --processor vllm",
+    remedy="pip install 'kvolt[vllm]' in the frontend's environment, or set frontend.processor=card",
 )
 
 
