@@ -12,7 +12,7 @@ import msgspec
 from kvolt.bench.load.sla import parse_sla
 from kvolt.bench.traces import read_trace, scale_time, small_trace
 from kvolt.engines.sim.arguments import SimArguments
-from kvolt.twin.axes import Setup
+from kvolt.twin.axes import PointSetup
 from kvolt.twin.cluster import TwinSettings
 from kvolt.twin.sweep_runner import Common, solve
 
@@ -29,7 +29,7 @@ print(f"{len(records)} requests, targets {TARGETS}")
 print("workers   within  TTFT p90   ITL p90  GPU-seconds")
 for num_workers in range(1, MAX_WORKERS + 1):
     cluster = msgspec.structs.replace(settings, num_workers=num_workers)
-    found = solve(common, Setup(settings=cluster))  # `kvolt.twin.objectives` lists what it measures
+    found = solve(common, PointSetup(settings=cluster))  # `kvolt.twin.objectives` lists what it measures
     within, gpu_s = found["good_share"], found["gpu_seconds"]
     ttft_ms, itl_ms = 1e3 * found["ttft_p90"], 1e3 * found["itl_p90"]
     print(f"{num_workers:7}{within:9.1%}{ttft_ms:7.0f} ms{itl_ms:7.1f} ms{gpu_s:13.1f}")

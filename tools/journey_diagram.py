@@ -17,7 +17,7 @@ from kvolt.core.endpoints import EndpointAddress, Instance
 from kvolt.core.errors import DeadlineExceeded, InvalidRequest, KvoltError, Unavailable, WorkerLost
 from kvolt.core.ids import InstanceId
 from kvolt.journey import events
-from kvolt.journey.events import Event, State
+from kvolt.journey.events import Event, JourneyState
 from kvolt.journey.machine import IllegalTransition, JourneyMachine
 from kvolt.router.port import Decision
 
@@ -47,13 +47,13 @@ _EVENTS: tuple[Event, ...] = (
 )
 """Every event type, with one example per outcome."""
 
-Transition = tuple[State, str, State]
+Transition = tuple[JourneyState, str, JourneyState]
 
 
 def transitions() -> list[Transition]:
     """All transitions (state, event, next state), in the order of states and events."""
     unordered = {move for machine in _explore() for move, _ in _next_transitions(machine)}
-    states, events = list(State), [kind.__name__ for kind in get_args(Event)]
+    states, events = list(JourneyState), [kind.__name__ for kind in get_args(Event)]
     return sorted(
         unordered, key=lambda move: (states.index(move[0]), states.index(move[2]), events.index(move[1]))
     )
@@ -65,7 +65,7 @@ def diagram() -> str:
     for before, event, after in transitions():
         arrows.setdefault((before.value, after.value), []).append(event)
     return state_diagram(
-        [state.value for state in State], {edge: ", ".join(events) for edge, events in arrows.items()}
+        [state.value for state in JourneyState], {edge: ", ".join(events) for edge, events in arrows.items()}
     )
 
 

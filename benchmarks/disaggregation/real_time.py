@@ -38,7 +38,7 @@ from benchmarks.harness import BrokenRun, goal, in_processes, parser_for, run, s
 from benchmarks.harness import report as write_report
 from benchmarks.processes import System, output_of, served
 
-from kvolt.bench.load.report import Report, decode_report
+from kvolt.bench.load.report import BenchReport, decode_report
 from kvolt.bench.traces import write_trace
 
 _SYSTEMS = (AGGREGATED, SPLIT, CONDITIONAL)
@@ -134,7 +134,7 @@ def _row(point: Point) -> Row:
     return row
 
 
-def _real(point: Point) -> Report:
+def _real(point: Point) -> BenchReport:
     cell = point.cell
     system = System(
         model="sim-tiny",
@@ -173,7 +173,7 @@ def _flags(point: Point) -> list[str]:
     return ["--set", f"frontend.target_ttft_s={ttft_s:g}", "--set", f"frontend.target_itl_s={itl_s:g}"]
 
 
-def _measured(report: Report) -> Measured:
+def _measured(report: BenchReport) -> Measured:
     ttft, tpot = report.latencies["ttft"], report.latencies["tpot"]
     return Measured(
         1e3 * ttft.p50 * _SPEED,

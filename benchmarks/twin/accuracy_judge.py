@@ -12,7 +12,7 @@ from enum import StrEnum
 
 import msgspec
 
-from kvolt.bench.load.report import Report
+from kvolt.bench.load.report import BenchReport
 
 GOAL_SHARE = 0.10
 GOAL_POINTS = 0.01
@@ -31,7 +31,7 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
     """A number in a report."""
 
     name: str
-    of: Callable[[Report], float]
+    of: Callable[[BenchReport], float]
     is_share: bool = False
     """Reported and judged in percentage points; all others are times."""
     is_judged: bool = True
@@ -45,7 +45,7 @@ def _latency(name: str, percentile: str, *, is_judged: bool = True) -> Figure:
     )
 
 
-def hit_rate(report: Report) -> float:
+def hit_rate(report: BenchReport) -> float:
     """Share of prompt tokens found in a cache; ValueError if the server did not report it."""
     if report.counts.cached_tokens is None:
         raise ValueError("the report has no cached tokens: the server does not tell them")
@@ -80,7 +80,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     verdict: Verdict
 
 
-def judge(twin: Report, real: Sequence[Report], *, may_merge: bool = False) -> list[Line]:
+def judge(twin: BenchReport, real: Sequence[BenchReport], *, may_merge: bool = False) -> list[Line]:
     """Compare each figure. Raises ValueError for runs that did not do the same work.
 
     `may_merge` accepts runs in which tokens arrived together.
@@ -92,7 +92,7 @@ def judge(twin: Report, real: Sequence[Report], *, may_merge: bool = False) -> l
     return [_line(figure, figure.of(twin), [figure.of(report) for report in real]) for figure in FIGURES]
 
 
-def _check_same_work(twin: Report, real: Report, may_merge: bool) -> None:
+def _check_same_work(twin: BenchReport, real: BenchReport, may_merge: bool) -> None:
     counts = (real.counts.complete, real.counts.input_tokens, real.counts.output_tokens)
     twin_counts = (twin.counts.complete, twin.counts.input_tokens, twin.counts.output_tokens)
     if real.is_interrupted or counts != twin_counts:

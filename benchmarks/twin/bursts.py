@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from msgspec.structs import replace
 
 from kvolt.bench.load.histogram import Histogram, HistogramData
-from kvolt.bench.load.report import Counts, Report
+from kvolt.bench.load.report import BenchReport, Counts
 from kvolt.core.trace import TraceRecord
 
 BURST_S = 10.0
@@ -41,7 +41,7 @@ def bursts_of(records: Iterable[TraceRecord]) -> list[list[TraceRecord]]:
     return bursts
 
 
-def as_one(reports: Sequence[Report]) -> Report:
+def as_one(reports: Sequence[BenchReport]) -> BenchReport:
     """Merged report of the runs; fields that cannot be merged are those of the first one."""
     histograms = {
         name: _merged([report.histograms[name] for report in reports]) for name in reports[0].histograms

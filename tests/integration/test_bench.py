@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.integration.processes import MODEL, Bench, until
 
-from kvolt.bench.load.report import Report, decode_report
+from kvolt.bench.load.report import BenchReport, decode_report
 
 WORKERS = """
 [[workers]]
@@ -29,14 +29,14 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Bench, st
         yield bench, url
 
 
-def load(served: tuple[Bench, str], out: str, flags: str) -> Report:
+def load(served: tuple[Bench, str], out: str, flags: str) -> BenchReport:
     bench, url = served
     done = bench.run("bench", "--url", url, "--out", out, *flags.split())
     assert done.returncode == 0, done.stderr
     return read(bench.folder / out)
 
 
-def read(folder: Path) -> Report:
+def read(folder: Path) -> BenchReport:
     return decode_report((folder / "report.json").read_bytes(), str(folder))
 
 

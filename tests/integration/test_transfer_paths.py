@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from tests.integration.processes import MODEL, PATIENCE_S, Bench, until_ready
 
-from kvolt.core.card import EngineInfo, Link
+from kvolt.core.card import EngineInfo, MeasuredLink
 from kvolt.core.endpoints import decode_instance
 from kvolt.core.request import Role
 
@@ -50,7 +50,7 @@ async def metrics(bench: Bench, name: str) -> dict[str, float]:
     return {series: float(value) for series, value in found}
 
 
-async def registered_links(bench: Bench, role: Role) -> dict[str, Link]:
+async def registered_links(bench: Bench, role: Role) -> dict[str, MeasuredLink]:
     async with bench.runtime() as runtime:
         content = await runtime.discovery.get_prefix("instances/")
     instances = [decode_instance(value) for value in content.values()]

@@ -28,7 +28,7 @@ from kvolt.runtime.plane import wire
 from kvolt.runtime.plane.served_stream import ServedStream
 from kvolt.runtime.plane.session import Session, SessionLimits
 from kvolt.runtime.plane.stats import PlaneStats
-from kvolt.transfer.paths.capabilities import Capabilities
+from kvolt.transfer.paths.capabilities import PathCapabilities
 from kvolt.transfer.reads import wire as transfer_wire
 from kvolt.transfer.reads.wire import FrameReader, decode_ticket
 from kvolt.worker.kv import handoffs
@@ -89,7 +89,7 @@ def only(*allowed: type[BaseException]) -> Callable[[Callable[[], object]], None
 _ADDRESS = transfer_wire.Address("agent", "127.0.0.1", 1, "name")
 TRANSFER = packed(
     transfer_wire.Hello("agent", "frames"),
-    transfer_wire.Welcome("agent", capabilities=Capabilities(paths=frozenset(("shm",)))),
+    transfer_wire.Welcome("agent", capabilities=PathCapabilities(paths=frozenset(("shm",)))),
     transfer_wire.Fetch(1, b"2", "tcp", b"12345678"),
     transfer_wire.Ready(1, 2, b"12345678"),
     transfer_wire.Receive(1, 2, 3.0),

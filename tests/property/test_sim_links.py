@@ -10,17 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.engines.sim.test_links import rate
 
-from kvolt.engines.sim.links import Link, SharedLinks, TransferId
+from kvolt.engines.sim.links import SharedLinks, SimLink, TransferId
 
 LINKS = ("a", "b", "c", "d")
 
 links = st.lists(st.floats(1.0, 1e11), min_size=1, max_size=4).map(
-    lambda speeds: [Link(name, speed) for name, speed in zip(LINKS, speeds, strict=False)]
+    lambda speeds: [SimLink(name, speed) for name, speed in zip(LINKS, speeds, strict=False)]
 )
 
 
 @st.composite
-def workloads(draw: st.DrawFn) -> tuple[list[Link], list[tuple[float, float, tuple[str, ...]]]]:
+def workloads(draw: st.DrawFn) -> tuple[list[SimLink], list[tuple[float, float, tuple[str, ...]]]]:
     """Links, and transfers as (start, bytes, path) in order of start."""
     made = draw(links)
     names = [link.name for link in made]
@@ -38,14 +38,14 @@ def workloads(draw: st.DrawFn) -> tuple[list[Link], list[tuple[float, float, tup
     return made, sorted(transfers)
 
 
-def alone_s(made: list[Link], num_bytes: float, path: tuple[str, ...]) -> float:
+def alone_s(made: list[SimLink], num_bytes: float, path: tuple[str, ...]) -> float:
     return num_bytes / min(link.bytes_per_s for link in made if link.name in path)
 
 
 class Run:
     """Drives links through a workload, looking at the rates after each event."""
 
-    def __init__(self, made: list[Link]) -> None:
+    def __init__(self, made: list[SimLink]) -> None:
         self.made = made
         self.shared = SharedLinks(made)
         self.paths: dict[TransferId, tuple[str, ...]] = {}
@@ -102,7 +102,7 @@ class Run:
 
 @given(workloads())
 def test_fair_work_conserving_and_complete(
-    workload: tuple[list[Link], list[tuple[float, float, tuple[str, ...]]]],
+    workload: tuple[list[SimLink], list[tuple[float, float, tuple[str, ...]]]],
 ) -> None:
     made, transfers = workload
     run = Run(made)
@@ -117,7 +117,7 @@ def test_fair_work_conserving_and_complete(
 
 
 @given(workloads())
-def test_the_same_twice(workload: tuple[list[Link], list[tuple[float, float, tuple[str, ...]]]]) -> None:
+def test_the_same_twice(workload: tuple[list[SimLink], list[tuple[float, float, tuple[str, ...]]]]) -> None:
     made, transfers = workload
     one, other = Run(made), Run(made)
     one.drive(transfers)
@@ -132,7 +132,7 @@ def test_the_same_twice(workload: tuple[list[Link], list[tuple[float, float, tup
 def test_equals_end_together_after_as_many_times_the_time(
     bytes_per_s: float, num_bytes: float, count: int, now: float, latency_s: float
 ) -> None:
-    shared = SharedLinks([Link("wire", bytes_per_s, latency_s)])
+    shared = SharedLinks([SimLink("wire", bytes_per_s, latency_s)])
     ids = [shared.start(now, num_bytes, ["wire"]) for _ in range(count)]
     assert len({rate(shared, transfer) for transfer in ids}) == 1
     arrived: list[TransferId] = []
@@ -148,7 +148,7 @@ def test_equals_end_together_after_as_many_times_the_time(
 
 @given(workloads(), st.data())
 def test_cancelling_leaves_the_rest_whole(
-    workload: tuple[list[Link], list[tuple[float, float, tuple[str, ...]]]], data: st.DataObject
+    workload: tuple[list[SimLink], list[tuple[float, float, tuple[str, ...]]]], data: st.DataObject
 ) -> None:
     made, transfers = workload
     run = Run(made)

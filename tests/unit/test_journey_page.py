@@ -29,7 +29,7 @@ from kvolt.core.request import Role
 from kvolt.engines.contract import EngineSpec
 from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.native.shell.engine import NativeEngine
-from kvolt.frontend.admission import Admission, WorkerLoads
+from kvolt.frontend.admission import Admission, LatestLoads
 from kvolt.frontend.app import FrontendApp
 from kvolt.frontend.generate import GenerateOptions, Generation
 from kvolt.frontend.metrics.edge_metrics import FrontendMetrics
@@ -181,7 +181,7 @@ async def serving(model: Path) -> AsyncIterator[str]:
         models = Models(edge, "default", None, ROUTERS[Settings().frontend.router])
         models.start()
         stack.push_async_callback(models.close)
-        admission = Admission(WorkerLoads(), 10)
+        admission = Admission(LatestLoads(), 10)
         generation = Generation(edge, models, admission, FrontendMetrics(), GenerateOptions())
         app = FrontendApp(models, generation, admission, Metrics(CollectorRegistry()), 0)
         server = HttpServer(network, app.routes(), clock)

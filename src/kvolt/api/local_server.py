@@ -28,7 +28,7 @@ from kvolt.core.errors import ConfigError, KvoltError, Unavailable, Unsupported
 from kvolt.core.request import Role
 from kvolt.engines.contract import Embed, Engine, EngineSpec
 from kvolt.engines.registry import AUTO, build_engine, choose_engine, find_engine
-from kvolt.frontend.admission import Admission, WorkerLoads
+from kvolt.frontend.admission import Admission, LatestLoads
 from kvolt.frontend.generate import GenerateOptions, Generation, record_usage
 from kvolt.frontend.metrics.edge_metrics import FrontendMetrics
 from kvolt.frontend.model import Model, ModelOptions
@@ -163,7 +163,7 @@ class LocalServer:
         self._generation = Generation(
             front,
             models,
-            Admission(WorkerLoads(), max_requests=2**31),
+            Admission(LatestLoads(), max_requests=2**31),
             FrontendMetrics(),
             GenerateOptions(strict_fields=True, request_timeout_s=_NO_DEADLINE_S),
         )

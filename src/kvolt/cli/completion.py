@@ -37,7 +37,7 @@ _PLAIN_WORD = re.compile(r"[\w.-]+", re.ASCII)
 
 
 @dataclass(slots=True)
-class Command:
+class CommandWords:
     """Words that can follow a verb or sub-verb, with their descriptions."""
 
     verbs: dict[str, str] = field(default_factory=dict)
@@ -57,7 +57,7 @@ _NAMES: dict[str, Callable[[], Iterable[str]]] = {
 }
 """Known names of values, by flag; the flags may accept others, such as a file."""
 
-Commands = dict[str, Command]
+Commands = dict[str, CommandWords]
 """By the words before; "" is `kvolt` itself."""
 
 
@@ -72,7 +72,7 @@ def _print_script(args: argparse.Namespace) -> int:
 
 
 def list_commands() -> Commands:
-    root = Command({name: verb.help for name, verb in VERBS.items()}, {"--help": "", "--version": ""})
+    root = CommandWords({name: verb.help for name, verb in VERBS.items()}, {"--help": "", "--version": ""})
     commands = {"": root}
     for name, verb in VERBS.items():
         commands.update(_commands_of(name, verb_parser([name])[1]))
@@ -85,7 +85,7 @@ def list_commands() -> Commands:
 
 def _commands_of(name: str, parser: argparse.ArgumentParser) -> Commands:
     """The command of a parser, and those of its sub-parsers."""
-    command = Command()
+    command = CommandWords()
     commands = {name: command}
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

@@ -43,7 +43,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     kv_total_blocks: int
 
 
-class Link(msgspec.Struct, frozen=True):
+class MeasuredLink(msgspec.Struct, frozen=True):
     """Transfer path from a peer's host: bandwidth and latency measured by a self-test, then by real transfers."""
 
     path: str
@@ -76,7 +76,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     kv_slabs: KvSlabs | None = None
     """Set if the instance exchanges KV blocks with peers."""
     transfer_addresses: dict[str, str] = {}
-    links: dict[str, Link] = {}
+    links: dict[str, MeasuredLink] = {}
     latency: LatencyModel | None = None
     has_estimated_latency: bool = False
     """Whether `latency` is estimated from a few measured steps, which were too few for a fit."""

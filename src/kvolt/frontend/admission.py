@@ -25,7 +25,7 @@ _MAX_WORKERS = 65_536
 _decode_report = msgspec.msgpack.Decoder(LoadReport).decode
 
 
-class WorkerLoads:
+class LatestLoads:
     """Latest load report of each worker."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Admission:
     With a shared slot the request limit applies to all processes of the frontend together.
     """
 
-    def __init__(self, loads: WorkerLoads, max_requests: int, shared: SharedSlot | None = None) -> None:
+    def __init__(self, loads: LatestLoads, max_requests: int, shared: SharedSlot | None = None) -> None:
         self._loads = loads
         self._max_requests = max_requests
         self._shared = shared

@@ -45,7 +45,7 @@ def sibling_endpoint(namespace: str, group: str) -> EndpointAddress:
     return EndpointAddress(namespace, f"frontend-{group}", "sibling")
 
 
-class Group(msgspec.Struct, frozen=True):
+class SiblingGroup(msgspec.Struct, frozen=True):
     """Position of this process in its group."""
 
     slot: int
@@ -114,7 +114,7 @@ class Siblings:
         self,
         runtime: Runtime,
         endpoint: EndpointAddress,
-        group: Group,
+        group: SiblingGroup,
         admission: Admission,
         registry: Collector,
         aliases: AliasScheme = "none",

@@ -12,7 +12,7 @@ from kvolt.core.delta import Delta, Usage
 from kvolt.core.errors import KvoltError
 from kvolt.core.request import Handoff, Rendezvous, Request
 from kvolt.journey.context import JourneyStats, Receiver, RerouteKey, RerouteOutcome
-from kvolt.journey.events import State
+from kvolt.journey.events import JourneyState
 from kvolt.journey.migration import migrated_request, splice_delta
 from kvolt.router.breaker import Outcome
 from kvolt.router.port import Decision, Router
@@ -83,11 +83,11 @@ class AttemptState:
             return splice_delta(delta, self._cached_tokens, has_started=has_started)
         return delta
 
-    def has_progress(self, state: State, receiver: Receiver) -> bool:
+    def has_progress(self, state: JourneyState, receiver: Receiver) -> bool:
         """Whether the receiver got output that the machine has not seen in this state."""
-        if state is State.MIGRATING:
+        if state is JourneyState.MIGRATING:
             return migrated_request(self._with_handoff(), receiver.received_tokens()) != self.request
-        if state is not State.WAITING or not receiver.has_started:
+        if state is not JourneyState.WAITING or not receiver.has_started:
             return False
         return not self._has_only_prefill_tokens(receiver)
 

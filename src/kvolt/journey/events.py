@@ -10,7 +10,7 @@ from kvolt.core.ids import InstanceId
 from kvolt.router.port import Decision
 
 
-class State(StrEnum):
+class JourneyState(StrEnum):
     NEW = "new"
     PREFILLING = "prefilling"
     """A prefill worker computes the prompt, or one is being routed to."""

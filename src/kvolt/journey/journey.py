@@ -20,7 +20,7 @@ from kvolt.core.request import Handoff, Request
 from kvolt.journey import events
 from kvolt.journey.attempt_state import AttemptState, Reservations
 from kvolt.journey.context import JourneyContext, Receiver, RerouteOutcome
-from kvolt.journey.events import Action, Event, State
+from kvolt.journey.events import Action, Event, JourneyState
 from kvolt.journey.links import with_link_costs
 from kvolt.journey.machine import JourneyMachine
 from kvolt.journey.migration import are_choices_finished, missing_finishes
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 _decode_delta = msgspec.msgpack.Decoder(Delta).decode
 
-_MID_ANSWER = (State.STREAMING, State.MIGRATING)
+_MID_ANSWER = (JourneyState.STREAMING, JourneyState.MIGRATING)
 """Part of the answer was delivered, and a worker has the request."""
 
 
@@ -123,7 +123,7 @@ class Journey:
 
     def cancel(self) -> None:
         """Stop here and at the worker; the receiver gets no further call."""
-        if self._machine.state is State.DONE:
+        if self._machine.state is JourneyState.DONE:
             return
         self._machine.handle(events.Stopped())
         self._attempt.end_reroute(RerouteOutcome.CANCELLED)
@@ -166,7 +166,7 @@ class Journey:
     def on_end(self, error: KvoltError | None) -> None:
         """The call ended; the journey may continue with another worker."""
         machine = self._machine
-        if machine.state is State.DONE:
+        if machine.state is JourneyState.DONE:
             return
         if self._reservations.alternative is not None and was_withdrawn(error):
             self._on_withdrawn(self._reservations.alternative)
@@ -176,7 +176,7 @@ class Journey:
             machine.handle(events.Delivered())
         if error is not None and self._finish_if_complete():
             error = None
-        if self._machine.state is State.DONE:
+        if self._machine.state is JourneyState.DONE:
             return  # a delivered finish has cancelled the journey
         self._reservations.release(self._usage if error is None else None, breaker.outcome_of(error))
         action = machine.handle(events.Finished() if error is None else events.Failed(error))
@@ -258,7 +258,7 @@ class Journey:
                 event = await self._open(action)
             else:
                 return self._end_error(action.error) if isinstance(action, events.End) else None
-            if self._machine.state is State.DONE:
+            if self._machine.state is JourneyState.DONE:
                 return None  # cancelled during the await
             action = self._machine.handle(event)
 
@@ -274,7 +274,7 @@ class Journey:
             return events.PrefillFailed(late, None)
         except KvoltError as error:
             return events.PrefillFailed(error, prompt.last_instance_id)
-        if self._machine.state is State.DONE:  # cancelled during the await
+        if self._machine.state is JourneyState.DONE:  # cancelled during the await
             prompt.release()
         else:
             prompt.accept()
@@ -293,7 +293,7 @@ class Journey:
         failure = self._machine.failure
         if failure is not None:
             self._target = self._context
-            self._attempt.prepare_retry(self.sink if self._machine.state is State.REROUTING else None)
+            self._attempt.prepare_retry(self.sink if self._machine.state is JourneyState.REROUTING else None)
         try:
             async with asyncio.timeout_at(self._started + total_s):
                 asked_at = self._loop.time()
@@ -311,7 +311,7 @@ class Journey:
             self._target = self._context  # no prefill worker has room: route to the decode workers
             return await self._route(action)
         self._reservations.set_current(self._target.router, decision)
-        if self._machine.state is State.DONE:  # cancelled during the await
+        if self._machine.state is JourneyState.DONE:  # cancelled during the await
             self._reservations.release()
         elif failure is not None:
             self._num_retries += 1
@@ -355,7 +355,7 @@ class Journey:
             if isinstance(error, KvoltError):
                 return events.Failed(error)
             raise
-        if self._machine.state is State.DONE:
+        if self._machine.state is JourneyState.DONE:
             self._call.cancel()  # `cancel` had no call to cancel yet
         else:
             if self._is_held and self._call.stream is not None:
@@ -365,7 +365,7 @@ class Journey:
         return events.Opened()
 
     def _is_done(self) -> bool:
-        return self._machine.state is State.DONE
+        return self._machine.state is JourneyState.DONE
 
     def _release_prompt(self) -> None:
         """The journey is over: release KV that was computed for it."""

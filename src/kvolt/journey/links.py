@@ -55,7 +55,7 @@ class _LinkStats:
         return (weight * self.seconds / self.num_bytes + average_s) / (weight + 1.0)
 
 
-class LinkSpeeds:
+class KvLinkSpeeds:
     """See the module."""
 
     def __init__(self, now: Callable[[], float]) -> None:

@@ -29,7 +29,7 @@ from kvolt.core.errors import (
 )
 from kvolt.core.ids import InstanceId
 from kvolt.journey import events
-from kvolt.journey.events import Action, Event, GpuWork, State
+from kvolt.journey.events import Action, Event, GpuWork, JourneyState
 from kvolt.router.port import Decision
 
 _NOT_WORKER_FAULTS = (Fault.CALLER, Fault.NONE)
@@ -59,7 +59,7 @@ class JourneyMachine:
     max_attempts: int
     max_moves: int = 0
     migration_limit: int = 0
-    state: State = State.NEW
+    state: JourneyState = JourneyState.NEW
     num_attempts: int = 0
     """Workers that got the request from the start."""
     num_moves: int = 0
@@ -84,7 +84,7 @@ class JourneyMachine:
     @property
     def can_move(self) -> bool:
         """Whether the request can be withdrawn now."""
-        return self.state is State.WAITING and self.num_moves < self.max_moves
+        return self.state is JourneyState.WAITING and self.num_moves < self.max_moves
 
     def handle(self, event: Event) -> Action:
         step = _TRANSITIONS.get((self.state, type(event)))
@@ -94,7 +94,7 @@ class JourneyMachine:
 
     def _start(self, event: events.Start) -> Action:
         if event.is_remote_prefill:
-            self.state = State.PREFILLING
+            self.state = JourneyState.PREFILLING
             return events.Prefill(self._excluded)
         return self._route()
 
@@ -123,24 +123,24 @@ class JourneyMachine:
 
     def _route(self) -> Action:
         self._excluded = frozenset()  # failed prefill workers are no decode workers
-        self.state = State.ROUTING
+        self.state = JourneyState.ROUTING
         return events.Route(self._excluded)
 
     def _open(self, event: events.Routed) -> Action:
         self.num_attempts += 1
-        return self._open_at(event.decision, State.OPENING)
+        return self._open_at(event.decision, JourneyState.OPENING)
 
-    def _open_at(self, decision: Decision, state: State) -> Action:
+    def _open_at(self, decision: Decision, state: JourneyState) -> Action:
         self.state = state
         self._instance = decision.instance.id
         return events.Open(decision)
 
     def _wait(self, event: events.Opened) -> Action:
-        self.state = State.WAITING if self.state is State.OPENING else State.MIGRATING
+        self.state = JourneyState.WAITING if self.state is JourneyState.OPENING else JourneyState.MIGRATING
         return events.Wait()
 
     def _stream(self, event: events.Delivered) -> Action:
-        self.state = State.STREAMING
+        self.state = JourneyState.STREAMING
         self.gpu_work = GpuWork.SOME
         return events.Wait()
 
@@ -150,11 +150,11 @@ class JourneyMachine:
         return self._end(self.failure if none_left else event.error)
 
     def _retry(self, event: events.Failed) -> Action:
-        if self.state is State.WAITING and not isinstance(event.error, _REFUSALS):
+        if self.state is JourneyState.WAITING and not isinstance(event.error, _REFUSALS):
             self.gpu_work = GpuWork.UNKNOWN
         if self._is_final(event.error) or self.num_attempts >= self.max_attempts:
             return self._end(event.error)
-        return self._reroute(event.error, State.ROUTING)
+        return self._reroute(event.error, JourneyState.ROUTING)
 
     def _is_final(self, error: KvoltError) -> bool:
         """Whether no other worker is tried: the fault is not the worker's, or two engines died with this request, or
@@ -167,7 +167,7 @@ class JourneyMachine:
             self._num_deaths += 1
         return error.fault in _NOT_WORKER_FAULTS or self._num_deaths > 1
 
-    def _reroute(self, error: KvoltError, state: State) -> Action:
+    def _reroute(self, error: KvoltError, state: JourneyState) -> Action:
         assert self._instance is not None
         self.failure = error
         failed = frozenset([self._instance])
@@ -183,7 +183,7 @@ class JourneyMachine:
         if not self.can_move:
             raise IllegalTransition(f"{type(event).__name__} after {self.num_moves} moves")
         self.num_moves += 1
-        return self._open_at(event.decision, State.OPENING)
+        return self._open_at(event.decision, JourneyState.OPENING)
 
     # --- mid-answer
 
@@ -198,19 +198,19 @@ class JourneyMachine:
             return self._end(with_message(event.error, message))
         self._loss = event.error
         self._excluded = frozenset()  # the answer progressed since they failed; they may have recovered
-        return self._reroute(event.error, State.REROUTING)
+        return self._reroute(event.error, JourneyState.REROUTING)
 
     def _on_reroute_failed(self, event: events.Failed) -> Action:
         return self._end(self._migration_error(event.error))
 
     def _reopen(self, event: events.Routed) -> Action:
         self.num_migrations += 1
-        return self._open_at(event.decision, State.REOPENING)
+        return self._open_at(event.decision, JourneyState.REOPENING)
 
     def _retry_migration(self, event: events.Failed) -> Action:
         if self._is_final(event.error) or self.num_migrations >= self.migration_limit:
             return self._end(self._migration_error(event.error))
-        return self._reroute(event.error, State.REROUTING)
+        return self._reroute(event.error, JourneyState.REROUTING)
 
     def _migration_error(self, error: KvoltError) -> KvoltError:
         """Error of a failed migration: that of the lost worker, since others may blame a request that was fine until
@@ -231,33 +231,37 @@ class JourneyMachine:
         return self._end(Cancelled("the caller cancelled"))
 
     def _end(self, error: KvoltError | None) -> Action:
-        self.state = State.DONE
+        self.state = JourneyState.DONE
         if isinstance(error, EngineDied) and self._num_deaths > 1:  # not retryable by clients either
             died = f"{self._num_deaths} engines died with this request, last error: {error.message}"
             error = EngineFailed(died, **error.fields)
         return events.End(error)
 
 
-_TRANSITIONS: dict[tuple[State, type[Any]], Callable[[JourneyMachine, Any], Action]] = {
-    (State.NEW, events.Start): JourneyMachine._start,
-    (State.PREFILLING, events.Prefilled): JourneyMachine._route_after_prefill,
-    (State.PREFILLING, events.PrefillFailed): JourneyMachine._on_prefill_failed,
-    (State.ROUTING, events.Routed): JourneyMachine._open,
-    (State.ROUTING, events.Failed): JourneyMachine._on_route_failed,
-    (State.OPENING, events.Opened): JourneyMachine._wait,
-    (State.OPENING, events.Failed): JourneyMachine._retry,
-    (State.WAITING, events.Delivered): JourneyMachine._stream,
-    (State.WAITING, events.Failed): JourneyMachine._retry,
-    (State.WAITING, events.WithdrawalConfirmed): JourneyMachine._move,
-    (State.WAITING, events.Finished): JourneyMachine._finish,
-    (State.STREAMING, events.Failed): JourneyMachine._migrate,
-    (State.STREAMING, events.Finished): JourneyMachine._finish,
-    (State.REROUTING, events.Routed): JourneyMachine._reopen,
-    (State.REROUTING, events.Failed): JourneyMachine._on_reroute_failed,
-    (State.REOPENING, events.Opened): JourneyMachine._wait,
-    (State.REOPENING, events.Failed): JourneyMachine._retry_migration,
-    (State.MIGRATING, events.Delivered): JourneyMachine._stream,
-    (State.MIGRATING, events.Failed): JourneyMachine._retry_migration,
-    (State.MIGRATING, events.Finished): JourneyMachine._finish,
-    **{(state, events.Stopped): JourneyMachine._stop for state in State if state is not State.DONE},
+_TRANSITIONS: dict[tuple[JourneyState, type[Any]], Callable[[JourneyMachine, Any], Action]] = {
+    (JourneyState.NEW, events.Start): JourneyMachine._start,
+    (JourneyState.PREFILLING, events.Prefilled): JourneyMachine._route_after_prefill,
+    (JourneyState.PREFILLING, events.PrefillFailed): JourneyMachine._on_prefill_failed,
+    (JourneyState.ROUTING, events.Routed): JourneyMachine._open,
+    (JourneyState.ROUTING, events.Failed): JourneyMachine._on_route_failed,
+    (JourneyState.OPENING, events.Opened): JourneyMachine._wait,
+    (JourneyState.OPENING, events.Failed): JourneyMachine._retry,
+    (JourneyState.WAITING, events.Delivered): JourneyMachine._stream,
+    (JourneyState.WAITING, events.Failed): JourneyMachine._retry,
+    (JourneyState.WAITING, events.WithdrawalConfirmed): JourneyMachine._move,
+    (JourneyState.WAITING, events.Finished): JourneyMachine._finish,
+    (JourneyState.STREAMING, events.Failed): JourneyMachine._migrate,
+    (JourneyState.STREAMING, events.Finished): JourneyMachine._finish,
+    (JourneyState.REROUTING, events.Routed): JourneyMachine._reopen,
+    (JourneyState.REROUTING, events.Failed): JourneyMachine._on_reroute_failed,
+    (JourneyState.REOPENING, events.Opened): JourneyMachine._wait,
+    (JourneyState.REOPENING, events.Failed): JourneyMachine._retry_migration,
+    (JourneyState.MIGRATING, events.Delivered): JourneyMachine._stream,
+    (JourneyState.MIGRATING, events.Failed): JourneyMachine._retry_migration,
+    (JourneyState.MIGRATING, events.Finished): JourneyMachine._finish,
+    **{
+        (state, events.Stopped): JourneyMachine._stop
+        for state in JourneyState
+        if state is not JourneyState.DONE
+    },
 }

@@ -19,7 +19,7 @@ from kvolt.core.delta import StageTimes
 from kvolt.core.errors import KvoltError, Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Handoff, LinkCosts, Request, Role, RoutingHints
-from kvolt.journey.links import LinkSpeeds, with_link_costs
+from kvolt.journey.links import KvLinkSpeeds, with_link_costs
 from kvolt.journey.prefill import RoleTarget, as_prefill_request
 from kvolt.journey.slo_gate import DecayingAverage, SloGate
 from kvolt.router.breaker import ALL_FAILING
@@ -146,7 +146,7 @@ class PrefillModeSelector(PrefillModePolicy):
         self._prefill_target = target
         self._block_size = block_size
         self._rule = rule or PrefillModeRules()
-        self._links = LinkSpeeds(now)
+        self._links = KvLinkSpeeds(now)
         self._prompts = DecayingAverage(now, DEMAND_S)
         self._slo_gate = SloGate(self._rule.ttft_s, self._rule.itl_s, now)
         self.counts = dict.fromkeys(PrefillMode, 0)

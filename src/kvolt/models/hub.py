@@ -1,4 +1,4 @@
-"""Hub: finds models in the local cache of the Hugging Face hub and downloads them into it.
+"""ModelHub: finds models in the local cache of the Hugging Face hub and downloads them into it.
 
 The cache is that of huggingface_hub and shared with other tools; `HF_HOME`, `HF_HUB_CACHE`, `HF_HUB_OFFLINE`,
 `HF_ENDPOINT` and `HF_TOKEN` are read by the library. Large files are downloaded over plain HTTP by `hub_file`,
@@ -41,7 +41,7 @@ class HubModel(NamedTuple):
     revision: str
 
 
-class Hub:
+class ModelHub:
     """Access to the hub with one user's settings. None: taken from the environment by the library."""
 
     def __init__(

@@ -22,7 +22,7 @@ import msgspec
 from kvolt.core.errors import ConfigError, ConnectFailed
 from kvolt.models import package_weights
 from kvolt.models.fetch_progress import Progress
-from kvolt.models.hub import Hub, HubModel
+from kvolt.models.hub import HubModel, ModelHub
 from kvolt.models.model_files import (
     HubName,
     ModelKind,
@@ -69,7 +69,7 @@ class Sources:
     """Sources of models other than paths."""
 
     cache_dir: Path = field(default_factory=cache_directory)
-    hub: Hub = field(default_factory=Hub)
+    hub: ModelHub = field(default_factory=ModelHub)
 
 
 def resolve(name: str, progress: Progress, sources: Sources | None = None) -> Resolved:

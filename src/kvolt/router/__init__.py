@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvolt.router.choice import CandidateCost, Choice
+    from kvolt.router.choice import CandidateCost, WorkerChoice
     from kvolt.router.index.prefix_index import BlockIndex, PrefixIndex
     from kvolt.router.policy.policy import (
         ClassicWeights,
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvolt.router.worker_rank import WorkerDpRank, WorkerRankLoad
 
 _NAMES = {
-    "choice": ("CandidateCost", "Choice"),
+    "choice": ("CandidateCost", "WorkerChoice"),
     "index.prefix_index": ("BlockIndex", "PrefixIndex"),
     "policy.policy": (
         *("ClassicWeights", "LatencyWeights", "Policy", "RequestView", "WorkersView"),
@@ -43,7 +43,6 @@ _MODULES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for
 __all__ = [
     "BlockIndex",
     "CandidateCost",
-    "Choice",
     "ClassicWeights",
     "EventsMissed",
     "LatencyWeights",
@@ -56,6 +55,7 @@ __all__ = [
     "StandaloneEvent",
     "StandaloneIndex",
     "StandaloneOptions",
+    "WorkerChoice",
     "WorkerDpRank",
     "WorkerRankLoad",
     "WorkersView",

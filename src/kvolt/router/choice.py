@@ -12,7 +12,7 @@ from kvolt.router.policy.shadow import ShadowVerdict
 from kvolt.router.worker_rank import WorkerDpRank
 
 
-class Choice(msgspec.Struct, frozen=True):
+class WorkerChoice(msgspec.Struct, frozen=True):
     """Target of a request and its predicted cost there."""
 
     worker_rank: WorkerDpRank

@@ -19,7 +19,7 @@ from kvolt.core.kv_events import Tier
 from kvolt.core.load import LoadReport
 from kvolt.core.request import KvSource, Request, Role
 from kvolt.router.breaker import Breakers, Outcome
-from kvolt.router.choice import CandidateCost, Choice
+from kvolt.router.choice import CandidateCost, WorkerChoice
 from kvolt.router.filters import CandidateFilter
 from kvolt.router.index.prefix_index import PrefixIndex
 from kvolt.router.policy.policy import Policy
@@ -83,14 +83,14 @@ class KvRouter:
         self,
         request: Request,
         excluded: frozenset[InstanceId] = frozenset(),
-        accepts: Callable[[Choice], bool] = lambda choice: True,
+        accepts: Callable[[WorkerChoice], bool] = lambda choice: True,
     ) -> Decision | None:
         """Route, or return None if all candidates are saturated or the choice is not accepted. Raises Unavailable
         like `route`."""
         choice = self._choose(request, excluded)
         return None if choice.is_saturated or not accepts(choice) else self._to_decision(choice)
 
-    def find_choice(self, decision: Decision) -> Choice | None:
+    def find_choice(self, decision: Decision) -> WorkerChoice | None:
         """What the decision was made from; None once it is released."""
         return self.selector.find_choice(decision.reservation_id)
 
@@ -172,14 +172,14 @@ class KvRouter:
 
     # ---
 
-    def _choose(self, request: Request, excluded: frozenset[InstanceId]) -> Choice:
+    def _choose(self, request: Request, excluded: frozenset[InstanceId]) -> WorkerChoice:
         candidates = self._candidates(request, excluded)
         sources = self._kv_sources
         if excluded and sources:  # a worker that failed this request is no KV source either
             sources = tuple(each for each in sources if each.instance_id not in excluded)
         return self.selector.choose(request, candidates, sources)
 
-    def _to_decision(self, choice: Choice) -> Decision:
+    def _to_decision(self, choice: WorkerChoice) -> Decision:
         is_query = choice.request.routing.query_only
         instance_id, dp_rank = choice.worker_rank
         infos = self.candidate_filter.registrations.infos()
@@ -216,7 +216,7 @@ class KvRouter:
             )
 
 
-def _sources(choice: Choice, infos: Mapping[InstanceId, EngineInfo | None]) -> tuple[KvSource, ...]:
+def _sources(choice: WorkerChoice, infos: Mapping[InstanceId, EngineInfo | None]) -> tuple[KvSource, ...]:
     """The peer that holds more of the prompt than the chosen worker, if that worker shares KV."""
     info = infos.get(choice.worker_rank.instance_id)
     if choice.source is None or info is None or not info.shares_kv:

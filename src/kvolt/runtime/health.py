@@ -11,7 +11,7 @@ from enum import StrEnum
 import msgspec
 
 
-class State(StrEnum):
+class HealthState(StrEnum):
     STARTING = "starting"
     READY = "ready"
     CORDONED = "cordoned"
@@ -22,7 +22,7 @@ class State(StrEnum):
 class Check(msgspec.Struct, frozen=True, omit_defaults=True):
     """Current state of one check."""
 
-    state: State
+    state: HealthState
     reason: str = ""
     required: bool = True
 
@@ -47,7 +47,7 @@ class Health:
     def __init__(self) -> None:
         self._checks: dict[str, Check] = {}
 
-    def set(self, name: str, state: State, reason: str = "", required: bool = True) -> None:
+    def set(self, name: str, state: HealthState, reason: str = "", required: bool = True) -> None:
         """Add a check or change its state. One that is not required is reported but does not affect readiness."""
         self._checks[name] = Check(state, reason, required)
 
@@ -59,16 +59,16 @@ class Health:
 
     def healthy(self) -> bool:
         """Whether no check is unhealthy; starting, cordoned and draining count as healthy."""
-        return all(check.state is not State.UNHEALTHY for check in self._checks.values())
+        return all(check.state is not HealthState.UNHEALTHY for check in self._checks.values())
 
     def not_ready(self) -> dict[str, str]:
         required = {name: check for name, check in self._checks.items() if check.required}
         if not required:
-            return {"process": State.STARTING.value}
+            return {"process": HealthState.STARTING.value}
         return {
             name: f"{check.state}: {check.reason}" if check.reason else check.state.value
             for name, check in required.items()
-            if check.state is not State.READY
+            if check.state is not HealthState.READY
         }
 
     def report(self) -> HealthReport:

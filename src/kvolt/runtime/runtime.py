@@ -24,7 +24,7 @@ from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.runtime.endpoint.registration import RegisteredKey
 from kvolt.runtime.endpoint.server import EndpointServer, Handler, StreamHandler, msgpack_decoder
 from kvolt.runtime.events.port import EventPlane
-from kvolt.runtime.health import Health, State
+from kvolt.runtime.health import Health, HealthState
 from kvolt.runtime.network import Network
 from kvolt.runtime.plane.port import PlaneFactory, RequestPlane
 from kvolt.runtime.process_control import (
@@ -233,7 +233,7 @@ class Runtime:
             self.server.unregister(str(endpoint))
             raise
         self.options.on_registered()
-        self.health.set(str(endpoint), State.READY)
+        self.health.set(str(endpoint), HealthState.READY)
         return instance
 
     async def update_info(self, endpoint: EndpointAddress, info: Any) -> None:
@@ -344,7 +344,7 @@ class Runtime:
         ready_before = any(served.instance.state is InstanceState.READY for served in self._served.values())
         for endpoint, served in self._served.items():
             served.instance = msgspec.structs.replace(served.instance, state=state)
-            self.health.set(endpoint, State(state.value))
+            self.health.set(endpoint, HealthState(state.value))
         try:
             async with asyncio.timeout(_LEAVE_TIMEOUT_S):
                 for served in list(self._served.values()):
@@ -371,7 +371,7 @@ class Runtime:
         if missing is None:
             self.health.remove(check)
         else:
-            self.health.set(check, State.UNHEALTHY, missing)
+            self.health.set(check, HealthState.UNHEALTHY, missing)
 
     async def _serve_status(self, request: Any) -> AsyncIterator[ProcessStatus]:
         yield await self.status()

@@ -50,7 +50,7 @@ MAX_POINTS = 10_000
 _EXAMPLE = "for example --axis workers=2,4,8 --axis kv_blocks=4096,16384"
 
 
-class Setup(msgspec.Struct, frozen=True, kw_only=True):
+class PointSetup(msgspec.Struct, frozen=True, kw_only=True):
     """Cluster settings and arrival speed-up of a point."""
 
     settings: TwinSettings
@@ -126,7 +126,7 @@ def _point_at(axes: Axes, place: int) -> Point:
     return {name: point[name] for name in axes}
 
 
-def setup_of(base: Setup, point: Point) -> Setup:
+def setup_of(base: PointSetup, point: Point) -> PointSetup:
     """The base setup with the point's values. Raises ConfigError with the axis of an invalid value."""
     settings = msgspec.to_builtins(base.settings)
     engine = settings.pop("engine")
@@ -153,7 +153,7 @@ def setup_of(base: Setup, point: Point) -> Setup:
         raise ConfigError(
             f"invalid value {assignment}: {error}", key="axis", remedy="correct the value"
         ) from error
-    return Setup(settings=replace(made, engine=arguments), arrivals=arrivals)
+    return PointSetup(settings=replace(made, engine=arguments), arrivals=arrivals)
 
 
 def _factor(value: Any) -> float:

@@ -20,7 +20,7 @@ from kvolt.core.endpoints import GENERATE, EndpointAddress, component_name
 from kvolt.core.request import Role
 from kvolt.engines.contract import EngineSpec
 from kvolt.engines.sim.engine import SimArguments, SimEngine
-from kvolt.engines.sim.links import Link
+from kvolt.engines.sim.links import SimLink
 from kvolt.engines.sim.transfers import SimTransfers
 from kvolt.journey.journey import JourneyContext
 from kvolt.journey.prefill import RoleTarget
@@ -113,13 +113,15 @@ class _Member:
         return self.worker.info.role
 
 
-def _links(settings: TwinSettings) -> list[Link]:
+def _links(settings: TwinSettings) -> list[SimLink]:
     """Links of the initial workers; transfers of workers that join later take no time."""
     racks = {rack for _, rack in _racks(settings)}
     ends = [(name, settings.kv_link_bytes_per_s, settings.kv_link_s / 2) for name, _ in _racks(settings)]
     ends += [(rack, settings.rack_link_bytes_per_s, 0.0) for rack in sorted(racks)]
     return [
-        Link(link(name), speed, latency_s) for name, speed, latency_s in ends for link in (link_out, link_in)
+        SimLink(link(name), speed, latency_s)
+        for name, speed, latency_s in ends
+        for link in (link_out, link_in)
     ]
 
 

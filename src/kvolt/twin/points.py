@@ -17,7 +17,7 @@ from kvolt.core.errors import ConfigError
 from kvolt.core.trace import TraceRecord
 from kvolt.engines.sim.arguments import step_model_of
 from kvolt.router.policy.custom import is_custom, read_policy_source
-from kvolt.twin.axes import Point, Setup
+from kvolt.twin.axes import Point, PointSetup
 from kvolt.twin.objectives import PointStats
 
 FORMAT = "kvolt-sweep/1"
@@ -45,7 +45,7 @@ def trace_digest(records: Iterable[TraceRecord]) -> str:
     return sha.hexdigest()
 
 
-def point_digest(setup: Setup, trace: str, sla: Sla | None) -> str:
+def point_digest(setup: PointSetup, trace: str, sla: Sla | None) -> str:
     """Digest of everything that determines the results, including the contents of preset and policy files."""
     model = step_model_of(setup.settings.engine)
     determining: dict[str, Any] = {

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvolt.bench.load.report import Report, RunFacts, make_report
+from kvolt.bench.load.report import BenchReport, RunFacts, make_report
 from kvolt.core.kv_events import Tier
 from kvolt.twin.activity import ActivityData
 from kvolt.twin.engine_watch import ClusterWatch, EngineWatch
@@ -52,7 +52,7 @@ class TwinFacts(msgspec.Struct, frozen=True, kw_only=True):
         return self.busy_gpu_seconds / self.gpu_seconds if self.gpu_seconds else 0.0
 
 
-class TwinReport(Report, frozen=True, kw_only=True):
+class TwinReport(BenchReport, frozen=True, kw_only=True):
     """Report of one twin run."""
 
     twin: TwinFacts

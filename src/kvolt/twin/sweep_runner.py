@@ -21,7 +21,7 @@ from kvolt.bench.load.report import RunFacts
 from kvolt.bench.load.sla import Sla
 from kvolt.bench.traces import scale_time
 from kvolt.core.trace import TraceRecord
-from kvolt.twin.axes import Setup
+from kvolt.twin.axes import PointSetup
 from kvolt.twin.objectives import PointStats, stats_of
 from kvolt.twin.replay import TwinRun, new_tally
 from kvolt.twin.report import make_twin_report
@@ -29,7 +29,7 @@ from kvolt.twin.report import make_twin_report
 _JOIN_S = 10.0
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode_setup = msgspec.msgpack.Decoder(Setup).decode
+_decode_setup = msgspec.msgpack.Decoder(PointSetup).decode
 
 
 class Common(msgspec.Struct, frozen=True):
@@ -39,7 +39,7 @@ class Common(msgspec.Struct, frozen=True):
     sla: Sla | None
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class PointOutcome(msgspec.Struct, frozen=True):
     """Results of a point, or the error."""
 
     place: int
@@ -47,7 +47,7 @@ class Outcome(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-def solve(common: Common, setup: Setup) -> PointStats:
+def solve(common: Common, setup: PointSetup) -> PointStats:
     """Run one point in this process."""
     run = TwinRun(setup.settings, new_tally(setup.settings, common.sla))
     run.run(scale_time(common.records, setup.arrivals))
@@ -62,7 +62,9 @@ def solve(common: Common, setup: Setup) -> PointStats:
     return stats_of(make_twin_report(facts, run))
 
 
-def run_points(common: Common, setups: Sequence[Setup], num_processes: int) -> Generator[Outcome, None, None]:
+def run_points(
+    common: Common, setups: Sequence[PointSetup], num_processes: int
+) -> Generator[PointOutcome, None, None]:
     """Yield outcomes in order of completion. Closing the generator ends running points."""
     pool = _Pool(_encode(common), [(place, _encode(setup)) for place, setup in enumerate(setups)])
     try:
@@ -103,13 +105,13 @@ class _Pool:
         member = self._processes[parent_end] = _PoolProcess(process, parent_end)
         self._assign(member)
 
-    def outcomes(self) -> Iterator[Outcome]:
+    def outcomes(self) -> Iterator[PointOutcome]:
         """Wait for at least one outcome."""
         for ready in wait(list(self._processes)):
             assert isinstance(ready, Connection)
             member = self._processes[ready]
             try:
-                outcome: Outcome = ready.recv()
+                outcome: PointOutcome = ready.recv()
             except (EOFError, OSError):
                 yield self._lost(member)
                 continue
@@ -119,14 +121,14 @@ class _Pool:
             else:
                 self._stop(member)
 
-    def _lost(self, member: _PoolProcess) -> Outcome:
+    def _lost(self, member: _PoolProcess) -> PointOutcome:
         del self._processes[member.connection]
         member.connection.close()
         member.process.join(_JOIN_S)
         if self._jobs:
             self.start()
         code = member.process.exitcode
-        return Outcome(member.place, error=f"the process exited with code {code} (out of memory?)")
+        return PointOutcome(member.place, error=f"the process exited with code {code} (out of memory?)")
 
     def _assign(self, member: _PoolProcess) -> None:
         """Send the next point. A dead process is detected when its result is awaited."""
@@ -161,7 +163,7 @@ def _run_assigned(connection: Connection[Any, Any], encoded: bytes) -> None:
         except EOFError:
             return
         try:
-            outcome = Outcome(place, solve(common, _decode_setup(setup)))
+            outcome = PointOutcome(place, solve(common, _decode_setup(setup)))
         except Exception as error:  # affects this point only
-            outcome = Outcome(place, error=f"{type(error).__name__}: {error}")
+            outcome = PointOutcome(place, error=f"{type(error).__name__}: {error}")
         connection.send(outcome)

@@ -17,7 +17,7 @@ from kvolt.core.card import EngineInfo
 from kvolt.core.ids import BlockKey
 from kvolt.core.kv_events import KvChange, Tier
 from kvolt.engines.contract import Engine
-from kvolt.engines.sim.links import Link
+from kvolt.engines.sim.links import SimLink
 from kvolt.engines.sim.transfers import SimTransfers
 from kvolt.kv.tiers.cache import TieredCache
 from kvolt.kv.tiers.eviction import EVICTIONS
@@ -64,10 +64,10 @@ def trace_block_tiering(tiers: TwinTiers, block_bytes: int) -> TieringFactory | 
         shape = BlockShape(block_bytes)
         transfers = SimTransfers(
             [
-                Link(_DOWN, tiers.host_bytes_per_s),
-                Link(_UP, tiers.host_bytes_per_s),
-                Link(_WRITE, tiers.disk_bytes_per_s),
-                Link(_READ, tiers.disk_bytes_per_s),
+                SimLink(_DOWN, tiers.host_bytes_per_s),
+                SimLink(_UP, tiers.host_bytes_per_s),
+                SimLink(_WRITE, tiers.disk_bytes_per_s),
+                SimLink(_READ, tiers.disk_bytes_per_s),
             ],
             now,
         )

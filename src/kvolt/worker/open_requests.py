@@ -45,7 +45,7 @@ class OpenRequest:
 class OpenRequests:
     """See the module."""
 
-    def __init__(self, now: Callable[[], float], metrics: WorkerMetrics, progress: Progress) -> None:
+    def __init__(self, now: Callable[[], float], metrics: WorkerMetrics, progress: RequestProgress) -> None:
         self._now = now
         self.metrics = metrics
         self._progress = progress
@@ -159,7 +159,7 @@ class OpenRequests:
         return entry
 
 
-class Progress:
+class RequestProgress:
     """Calls `on_stuck` with a reason if no step comes while there is work, and `on_moving` at the next step."""
 
     def __init__(

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from kvolt.core.card import EngineInfo, Link, ModelCard, card_hash
+from kvolt.core.card import EngineInfo, MeasuredLink, ModelCard, card_hash
 from kvolt.core.delta import StepOutput
 from kvolt.core.endpoints import (
     CARD,
@@ -37,7 +37,7 @@ from kvolt.core.load import LoadReport, WorkerLoad
 from kvolt.core.request import RENDEZVOUS_ADDRESS_KEY
 from kvolt.engines.contract import Calibrated, Engine, KvAddressable, MetricsProvider, features_of
 from kvolt.runtime.endpoint.server import msgpack_decoder
-from kvolt.runtime.health import State
+from kvolt.runtime.health import HealthState
 from kvolt.runtime.runtime import Runtime
 from kvolt.runtime.tasks import TaskGroup
 from kvolt.scheduler.step_pace import models_differ
@@ -54,7 +54,7 @@ from kvolt.worker.kv.peer_workers import PeerWorkers
 from kvolt.worker.kv.pool_event_publisher import watch_pool
 from kvolt.worker.kv.tiering import Tiering, TieringFactory
 from kvolt.worker.metrics import WITH_VLLM_NAMES, Labels, WorkerMetrics, vllm_names
-from kvolt.worker.open_requests import OpenRequests, Progress
+from kvolt.worker.open_requests import OpenRequests, RequestProgress
 from kvolt.worker.operations import Operations
 from kvolt.worker.preparation import new_handoffs
 from kvolt.worker.request_intake import RequestIntake
@@ -111,8 +111,11 @@ class Worker:
         self._instance = InstanceId("")
         self._generate: EndpointAddress | None = None
         self._registration_lock = asyncio.Lock()
-        self._progress = Progress(
-            self._clock, self._options.stuck_after_s, self._on_stuck, lambda: self._set_health(State.READY)
+        self._progress = RequestProgress(
+            self._clock,
+            self._options.stuck_after_s,
+            self._on_stuck,
+            lambda: self._set_health(HealthState.READY),
         )
         self.info: EngineInfo | None = None
         self.features: tuple[str, ...] = ()
@@ -134,7 +137,7 @@ class Worker:
 
     async def start(self) -> None:
         """Start the engine, then register: a registered worker can compute."""
-        self._set_health(State.STARTING)
+        self._set_health(HealthState.STARTING)
         began_at = self._clock.monotonic()
         info = with_served_card(await self._engine.start(), self._engine, self._options.served)
         self.features = info.features or features_of(self._engine)
@@ -157,7 +160,7 @@ class Worker:
         if self.tiering is not None:
             shares = self.tiering.peers is not None
             self.info = info = msgspec.structs.replace(info, has_tiers=True, shares_kv=shares)
-        self._set_health(State.READY)
+        self._set_health(HealthState.READY)
         self._runtime.add_status_details("engine", self._describe)
         self._serve_control(component)
         card = EndpointAddress(self._namespace, component, CARD)
@@ -242,7 +245,7 @@ class Worker:
             raise
         except Exception as error:  # any error of `steps` means that the engine is dead
             failure = self._engine_death(error)
-            self._set_health(State.UNHEALTHY, failure.message)
+            self._set_health(HealthState.UNHEALTHY, failure.message)
             self._end_requests(failure)
             raise failure from error
         finally:
@@ -308,12 +311,12 @@ class Worker:
 
     # --- health
 
-    def _set_health(self, state: State, reason: str = "") -> None:
+    def _set_health(self, state: HealthState, reason: str = "") -> None:
         self._runtime.health.set("engine", state, reason)
 
     def _on_stuck(self, reason: str) -> None:
         log.error("engine stuck: %s", reason)
-        self._set_health(State.UNHEALTHY, reason)
+        self._set_health(HealthState.UNHEALTHY, reason)
 
     # --- registration and control
 
@@ -376,7 +379,7 @@ class Worker:
                 await self.update_registration(latency=latency, has_estimated_latency=False)
             has_differed = differs
 
-    async def register_links(self, links: dict[str, Link]) -> None:
+    async def register_links(self, links: dict[str, MeasuredLink]) -> None:
         """Update the registration with the transfer speeds to this worker."""
         await self.update_registration(links=links)
 

@@ -6,7 +6,7 @@ import pytest
 from benchmarks.twin.accuracy_judge import FIGURES, Verdict, judge, row_of
 from benchmarks.twin.bursts import as_one, bursts_of, with_pauses
 
-from kvolt.bench.load.report import Report, RunFacts, make_report
+from kvolt.bench.load.report import BenchReport, RunFacts, make_report
 from kvolt.bench.load.sample import Sample
 from kvolt.bench.load.tally import Tally
 from kvolt.bench.traces import small_trace
@@ -19,7 +19,7 @@ def report(
     cached: int | None = 40,
     tokens: int = 5,
     events: int | None = None,
-) -> Report:
+) -> BenchReport:
     """Of one request with its first token after `first_s`."""
     tally = Tally(None, random.Random(0).random)
     tally.started(0.0)
@@ -49,7 +49,7 @@ def report(
     return make_report(facts, tally)
 
 
-def verdicts(twin: Report, *real: Report) -> dict[str, Verdict]:
+def verdicts(twin: BenchReport, *real: BenchReport) -> dict[str, Verdict]:
     return {line.figure: line.verdict for line in judge(twin, real)}
 
 
@@ -90,7 +90,7 @@ def test_a_row_tells_twin_spread_and_difference() -> None:
 
 
 @pytest.mark.parametrize("real", [report(1.0, tokens=6), report(1.0, cached=None), report(1.0, events=4)])
-def test_unlike_work_has_no_verdict(real: Report) -> None:
+def test_unlike_work_has_no_verdict(real: BenchReport) -> None:
     with pytest.raises(ValueError, match=r"in a real run|no cached tokens|not those between tokens"):
         judge(report(1.0), [real])
 

@@ -14,7 +14,7 @@ from tests.unit.models.package_lab import DATA, WEIGHTS
 
 from kvolt.cli.main import main
 from kvolt.models import resolve
-from kvolt.models.hub import Hub
+from kvolt.models.hub import ModelHub
 from kvolt.testing.tiny_models import tiny_config, tiny_gguf
 
 pytest.importorskip("huggingface_hub")
@@ -37,7 +37,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(resolve.BUILT_IN, resolve.DEFAULT_MODEL, WEIGHTS)
     with FakeHub({"kvolt/tiny": REPO, "kvolt/gguf": Repo({"a-Q8_0.gguf": b"eight"})}) as server:
-        own = resolve.Sources(tmp_path / "home", Hub(server.url, tmp_path / "hub"))
+        own = resolve.Sources(tmp_path / "home", ModelHub(server.url, tmp_path / "hub"))
         monkeypatch.setattr(resolve, "Sources", lambda: own)
         yield server
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvolt.core.card import HASH_SCHEME, Capacity, EngineInfo, Link, ModelCard, card_hash
+from kvolt.core.card import HASH_SCHEME, Capacity, EngineInfo, MeasuredLink, ModelCard, card_hash
 from kvolt.core.ids import CardHash
 from kvolt.core.latency import LatencyModel, OccupancyModel
 from kvolt.core.load import StepStats
@@ -71,7 +71,7 @@ def test_engine_info_round_trip() -> None:
         card=CardHash("c"),
         block_size=16,
         capacity=Capacity(max_num_seqs=8, max_batch_tokens=2048, kv_total_blocks=100),
-        links={"h:1": Link("tcp", 1e9, 0.001)},
+        links={"h:1": MeasuredLink("tcp", 1e9, 0.001)},
         latency=LatencyModel(base_s=0.01),
         loras=("sql", "poet"),
     )

@@ -25,7 +25,7 @@ from kvolt.core.request import Request, Role, Sampling, StopConditions
 from kvolt.engines.contract import EngineSpec, KvAddressable
 from kvolt.engines.sim.engine import SimArguments, SimEngine
 from kvolt.frontend.admin.trace_recorder import TraceRecorder
-from kvolt.frontend.admission import Admission, WorkerLoads
+from kvolt.frontend.admission import Admission, LatestLoads
 from kvolt.frontend.app import build_server
 from kvolt.frontend.generate import GenerateOptions
 from kvolt.frontend.model import ModelOptions
@@ -211,7 +211,7 @@ class Lab:
         models = Models(runtime, NAMESPACE, model_options, find_router(router))
         models.start()
         self._closing.append(models.close)
-        loads = WorkerLoads()
+        loads = LatestLoads()
         self._task_group.start(loads.subscribe(runtime.events), f"loads of {name}")
         admission = Admission(loads, max_requests)
         registry = CollectorRegistry()

@@ -18,7 +18,7 @@ from kvolt.core.errors import Overloaded
 from kvolt.core.ids import InstanceId
 from kvolt.core.load import LoadReport, StepStats, WorkerLoad
 from kvolt.frontend import admission
-from kvolt.frontend.admission import Admission, WorkerLoads, is_busy
+from kvolt.frontend.admission import Admission, LatestLoads, is_busy
 from kvolt.frontend.openai_api.responses import BusyThreshold
 from kvolt.runtime.events.mem import MemBus, MemEvents
 from kvolt.runtime.tasks import TaskGroup
@@ -53,7 +53,7 @@ def report(name: str, used: int = 0, prefilling: int = 0) -> LoadReport:
 
 
 def test_the_bound_on_requests_holds_and_is_given_back() -> None:
-    door = Admission(WorkerLoads(), 2)
+    door = Admission(LatestLoads(), 2)
     with admit(door):
         with admit(door):
             with pytest.raises(Overloaded) as caught, admit(door):
@@ -96,7 +96,7 @@ def test_when_a_worker_is_busy(threshold: dict[str, float], state: WorkerLoad, b
 
 
 def test_a_request_is_refused_only_when_all_workers_are_busy() -> None:
-    loads = WorkerLoads()
+    loads = LatestLoads()
     door = Admission(loads, 10)
     workers = [instance("a"), instance("b")]
     loads.update(report("a", 90))
@@ -115,7 +115,7 @@ def test_a_request_is_refused_only_when_all_workers_are_busy() -> None:
 
 
 def test_what_is_left_out_of_a_threshold_stays() -> None:
-    door = Admission(WorkerLoads(), 10)
+    door = Admission(LatestLoads(), 10)
     assert door.threshold("m") == BusyThreshold(model="m")
     door.set_threshold(BusyThreshold(model="m", active_decode_blocks_threshold=0.5))
     both = door.set_threshold(BusyThreshold(model="m", active_prefill_tokens_threshold=7))
@@ -128,7 +128,7 @@ def test_what_is_left_out_of_a_threshold_stays() -> None:
 
 def test_the_memory_for_workers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "_MAX_WORKERS", 3)
-    loads = WorkerLoads()
+    loads = LatestLoads()
     for name in ("a", "b", "c"):
         loads.update(report(name))
     loads.update(report("a", 5))  # heard of again, so it is not the longest silent
@@ -143,7 +143,7 @@ def test_loads_come_over_the_event_plane_and_garbage_is_skipped() -> None:
         mine, theirs = MemEvents(bus, "mine"), MemEvents(bus, "theirs")
         await mine.start()
         await theirs.start()
-        loads = WorkerLoads()
+        loads = LatestLoads()
         task_group = TaskGroup("test")
         task_group.start(loads.subscribe(mine), "follow")
         await asyncio.sleep(0.1)

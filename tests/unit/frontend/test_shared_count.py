@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvolt.core.errors import ConfigError, Overloaded
-from kvolt.frontend.admission import Admission, WorkerLoads
+from kvolt.frontend.admission import Admission, LatestLoads
 from kvolt.frontend.shared_count import SharedCounts, SharedSlot
 
 
@@ -33,7 +33,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def admission(path: Path, slot: int, max_requests: int = 4) -> Admission:
-    return Admission(WorkerLoads(), max_requests, SharedSlot(SharedCounts(path), slot))
+    return Admission(LatestLoads(), max_requests, SharedSlot(SharedCounts(path), slot))
 
 
 def test_one_bound_over_all_slots(path: Path) -> None:

@@ -9,11 +9,11 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from tests.unit.engines.lab import NAMESPACE, Lab, until
 
-from kvolt.frontend.admission import Admission, WorkerLoads
+from kvolt.frontend.admission import Admission, LatestLoads
 from kvolt.frontend.openai_api.responses import BusyThreshold
 from kvolt.frontend.siblings import (
-    Group,
     ReplicatedThresholds,
+    SiblingGroup,
     Siblings,
     VersionedThreshold,
     sibling_endpoint,
@@ -46,9 +46,9 @@ async def start(lab: Lab, slot: int, name: str | None = None) -> Process:
     registry = CollectorRegistry()
     served = Counter("kvolt_served", "", registry=registry)
     Gauge("kvolt_memory", "", registry=registry).set(slot)
-    admission = Admission(WorkerLoads(), 10)
+    admission = Admission(LatestLoads(), 10)
     endpoint = sibling_endpoint(NAMESPACE, "abc")
-    siblings = Siblings(runtime, endpoint, Group(slot, NUM_PROCESSES), admission, registry)
+    siblings = Siblings(runtime, endpoint, SiblingGroup(slot, NUM_PROCESSES), admission, registry)
     await siblings.start()
     lab._closing.append(siblings.close)
     return Process(runtime, admission, siblings, served)
@@ -166,8 +166,8 @@ def test_another_group_is_none_of_ours() -> None:
             other = Siblings(
                 runtime,
                 sibling_endpoint(NAMESPACE, "xyz"),
-                Group(0, 1),
-                Admission(WorkerLoads(), 1),
+                SiblingGroup(0, 1),
+                Admission(LatestLoads(), 1),
                 CollectorRegistry(),
             )
             await other.start()
@@ -186,7 +186,7 @@ def test_books_end_up_equal_whatever_the_order_of_news() -> None:
     ]
     results = set()
     for order in (news, news[::-1], [*news[2:], *news[:2], *news]):
-        admission = Admission(WorkerLoads(), 1)
+        admission = Admission(LatestLoads(), 1)
         book = ReplicatedThresholds(admission, 5)
         for stamped in order:
             book.merge([stamped])
@@ -197,6 +197,6 @@ def test_books_end_up_equal_whatever_the_order_of_news() -> None:
 
 
 def test_what_a_book_holds_is_bounded() -> None:
-    book = ReplicatedThresholds(Admission(WorkerLoads(), 1), 0)
+    book = ReplicatedThresholds(Admission(LatestLoads(), 1), 0)
     book.merge([VersionedThreshold(1, 1, blocks(0.5, f"m{number}")) for number in range(5000)])
     assert len(book.all().known) == 4096

@@ -10,7 +10,7 @@ from tools import journey_diagram
 from tools.journey_diagram import IMAGE, diagram, transitions
 from tools.state_diagram import state_diagram
 
-from kvolt.journey.events import Event, State
+from kvolt.journey.events import Event, JourneyState
 from kvolt.journey.machine import _TRANSITIONS
 
 PAGE = Path(__file__).parents[3] / "docs" / "journey.md"
@@ -35,14 +35,14 @@ def test_every_row_of_the_table_is_drawn() -> None:
     assert drawn == {(state, event.__name__) for state, event in _TRANSITIONS}
     edges = {(before, after) for before, _, after in transitions()}
     assert arrows(diagram()) == len(edges) + 1  # and the one to the first state
-    assert {state.value for state in State} <= set(texts(diagram()))
+    assert {state.value for state in JourneyState} <= set(texts(diagram()))
 
 
 def test_nothing_leads_out_of_the_end_and_everything_can_be_stopped() -> None:
     found = transitions()
-    assert all(before is not State.DONE for before, _, _ in found)
-    stopped = {before for before, event, after in found if (event, after) == ("Stopped", State.DONE)}
-    assert stopped == set(State) - {State.DONE}
+    assert all(before is not JourneyState.DONE for before, _, _ in found)
+    stopped = {before for before, event, after in found if (event, after) == ("Stopped", JourneyState.DONE)}
+    assert stopped == set(JourneyState) - {JourneyState.DONE}
 
 
 def test_a_move_that_is_never_tried_is_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:

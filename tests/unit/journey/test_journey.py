@@ -35,7 +35,7 @@ from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.kv_events import Tier
 from kvolt.core.request import KvSource, Request
 from kvolt.engines.sim.engine import SimEngine
-from kvolt.journey.events import State
+from kvolt.journey.events import JourneyState
 from kvolt.journey.journey import Journey, JourneyContext
 from kvolt.journey.prefill import withdraw_request
 from kvolt.router.breaker import Outcome
@@ -530,7 +530,7 @@ def test_cancelled_at_any_moment_it_leaves_nothing(moment: str) -> None:
         if moment in ("opening", "waiting", "streaming", "ended"):
             gate.set()
         if moment == "opening":
-            while journey._machine.state is not State.OPENING:
+            while journey._machine.state is not JourneyState.OPENING:
                 await asyncio.sleep(0)
         if moment in ("waiting", "streaming", "ended"):
             await until(lambda: bool(first.engine.submitted))
@@ -587,7 +587,7 @@ def test_a_task_that_is_cancelled_while_it_connects_books_nothing() -> None:
         journey = Journey(journey_context, make_request(), Inbox(), LIMITS)
         task_group = TaskGroup("ask")
         task = task_group.start(journey.start(), "ask")
-        while journey._machine.state is not State.OPENING:
+        while journey._machine.state is not JourneyState.OPENING:
             await asyncio.sleep(0)
         [booking] = stage.bookings
         assert len(booking.open) == 1

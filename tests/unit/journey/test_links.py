@@ -10,7 +10,7 @@ from tests.unit.engines.lab import make_request
 from kvolt.core.delta import StageTimes
 from kvolt.core.ids import InstanceId
 from kvolt.journey import links
-from kvolt.journey.links import LinkSpeeds, with_link_costs
+from kvolt.journey.links import KvLinkSpeeds, with_link_costs
 
 REQUEST = make_request(prompt=400)
 P0, P1 = InstanceId("p0"), InstanceId("p1")
@@ -31,16 +31,16 @@ def took(took_ms: float, num_bytes: int = 4_000_000) -> StageTimes:
     return StageTimes(transfer_bytes=num_bytes, transfer_ms=took_ms)
 
 
-def learned(*handoffs: tuple[InstanceId, InstanceId, float], times: int = 20) -> tuple[LinkSpeeds, Clock]:
+def learned(*handoffs: tuple[InstanceId, InstanceId, float], times: int = 20) -> tuple[KvLinkSpeeds, Clock]:
     clock = Clock()
-    speeds = LinkSpeeds(clock)
+    speeds = KvLinkSpeeds(clock)
     for source, target, took_ms in handoffs * times:
         speeds.observe(REQUEST, took(took_ms), source, target)
     return speeds, clock
 
 
 def test_a_guess_stands_until_something_has_moved() -> None:
-    speeds = LinkSpeeds(Clock())
+    speeds = KvLinkSpeeds(Clock())
     guess = speeds.costs_from(P0)
     assert guess.token_s > 0
     for nothing in (

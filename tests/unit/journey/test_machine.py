@@ -33,6 +33,7 @@ from kvolt.journey.events import (
     Failed,
     Finished,
     GpuWork,
+    JourneyState,
     Open,
     Opened,
     Prefill,
@@ -41,7 +42,6 @@ from kvolt.journey.events import (
     Route,
     Routed,
     Start,
-    State,
     Stopped,
     Wait,
     WithdrawalConfirmed,
@@ -79,20 +79,20 @@ def to(name: str) -> Decision:
 
 LOST = WorkerLost("a was lost", address="a:1")
 
-WAY: dict[State, list[Event]] = {
-    State.NEW: [],
-    State.PREFILLING: [Start(is_remote_prefill=True)],
-    State.ROUTING: [Start()],
-    State.OPENING: [Start(), Routed(to("a"))],
-    State.WAITING: [Start(), Routed(to("a")), Opened()],
-    State.STREAMING: [Start(), Routed(to("a")), Opened(), Delivered()],
-    State.REROUTING: [Start(), Routed(to("a")), Opened(), Delivered(), Failed(LOST)],
-    State.REOPENING: [Start(), Routed(to("a")), Opened(), Delivered(), Failed(LOST), Routed(to("b"))],
-    State.MIGRATING: [
+WAY: dict[JourneyState, list[Event]] = {
+    JourneyState.NEW: [],
+    JourneyState.PREFILLING: [Start(is_remote_prefill=True)],
+    JourneyState.ROUTING: [Start()],
+    JourneyState.OPENING: [Start(), Routed(to("a"))],
+    JourneyState.WAITING: [Start(), Routed(to("a")), Opened()],
+    JourneyState.STREAMING: [Start(), Routed(to("a")), Opened(), Delivered()],
+    JourneyState.REROUTING: [Start(), Routed(to("a")), Opened(), Delivered(), Failed(LOST)],
+    JourneyState.REOPENING: [Start(), Routed(to("a")), Opened(), Delivered(), Failed(LOST), Routed(to("b"))],
+    JourneyState.MIGRATING: [
         *(Start(), Routed(to("a")), Opened(), Delivered()),
         *(Failed(LOST), Routed(to("b")), Opened()),
     ],
-    State.DONE: [Stopped()],
+    JourneyState.DONE: [Stopped()],
 }
 EVENTS: list[Event] = [
     Start(),
@@ -106,40 +106,40 @@ EVENTS: list[Event] = [
     Prefilled(),
     PrefillFailed(WorkerLost("lost"), InstanceId("p")),
 ]
-LEGAL: dict[tuple[State, type], tuple[State, type]] = {
-    (State.NEW, Start): (State.ROUTING, Route),
-    (State.NEW, Stopped): (State.DONE, End),
-    (State.PREFILLING, Prefilled): (State.ROUTING, Route),
-    (State.PREFILLING, PrefillFailed): (State.PREFILLING, Prefill),
-    (State.PREFILLING, Stopped): (State.DONE, End),
-    (State.ROUTING, Routed): (State.OPENING, Open),
-    (State.ROUTING, Failed): (State.DONE, End),
-    (State.ROUTING, Stopped): (State.DONE, End),
-    (State.OPENING, Opened): (State.WAITING, Wait),
-    (State.OPENING, Failed): (State.ROUTING, Route),
-    (State.OPENING, Stopped): (State.DONE, End),
-    (State.WAITING, Delivered): (State.STREAMING, Wait),
-    (State.WAITING, Failed): (State.ROUTING, Route),
-    (State.WAITING, WithdrawalConfirmed): (State.OPENING, Open),
-    (State.WAITING, Finished): (State.DONE, End),
-    (State.WAITING, Stopped): (State.DONE, End),
-    (State.STREAMING, Failed): (State.REROUTING, Route),
-    (State.STREAMING, Finished): (State.DONE, End),
-    (State.STREAMING, Stopped): (State.DONE, End),
-    (State.REROUTING, Routed): (State.REOPENING, Open),
-    (State.REROUTING, Failed): (State.DONE, End),
-    (State.REROUTING, Stopped): (State.DONE, End),
-    (State.REOPENING, Opened): (State.MIGRATING, Wait),
-    (State.REOPENING, Failed): (State.REROUTING, Route),
-    (State.REOPENING, Stopped): (State.DONE, End),
-    (State.MIGRATING, Delivered): (State.STREAMING, Wait),
-    (State.MIGRATING, Failed): (State.REROUTING, Route),
-    (State.MIGRATING, Finished): (State.DONE, End),
-    (State.MIGRATING, Stopped): (State.DONE, End),
+LEGAL: dict[tuple[JourneyState, type], tuple[JourneyState, type]] = {
+    (JourneyState.NEW, Start): (JourneyState.ROUTING, Route),
+    (JourneyState.NEW, Stopped): (JourneyState.DONE, End),
+    (JourneyState.PREFILLING, Prefilled): (JourneyState.ROUTING, Route),
+    (JourneyState.PREFILLING, PrefillFailed): (JourneyState.PREFILLING, Prefill),
+    (JourneyState.PREFILLING, Stopped): (JourneyState.DONE, End),
+    (JourneyState.ROUTING, Routed): (JourneyState.OPENING, Open),
+    (JourneyState.ROUTING, Failed): (JourneyState.DONE, End),
+    (JourneyState.ROUTING, Stopped): (JourneyState.DONE, End),
+    (JourneyState.OPENING, Opened): (JourneyState.WAITING, Wait),
+    (JourneyState.OPENING, Failed): (JourneyState.ROUTING, Route),
+    (JourneyState.OPENING, Stopped): (JourneyState.DONE, End),
+    (JourneyState.WAITING, Delivered): (JourneyState.STREAMING, Wait),
+    (JourneyState.WAITING, Failed): (JourneyState.ROUTING, Route),
+    (JourneyState.WAITING, WithdrawalConfirmed): (JourneyState.OPENING, Open),
+    (JourneyState.WAITING, Finished): (JourneyState.DONE, End),
+    (JourneyState.WAITING, Stopped): (JourneyState.DONE, End),
+    (JourneyState.STREAMING, Failed): (JourneyState.REROUTING, Route),
+    (JourneyState.STREAMING, Finished): (JourneyState.DONE, End),
+    (JourneyState.STREAMING, Stopped): (JourneyState.DONE, End),
+    (JourneyState.REROUTING, Routed): (JourneyState.REOPENING, Open),
+    (JourneyState.REROUTING, Failed): (JourneyState.DONE, End),
+    (JourneyState.REROUTING, Stopped): (JourneyState.DONE, End),
+    (JourneyState.REOPENING, Opened): (JourneyState.MIGRATING, Wait),
+    (JourneyState.REOPENING, Failed): (JourneyState.REROUTING, Route),
+    (JourneyState.REOPENING, Stopped): (JourneyState.DONE, End),
+    (JourneyState.MIGRATING, Delivered): (JourneyState.STREAMING, Wait),
+    (JourneyState.MIGRATING, Failed): (JourneyState.REROUTING, Route),
+    (JourneyState.MIGRATING, Finished): (JourneyState.DONE, End),
+    (JourneyState.MIGRATING, Stopped): (JourneyState.DONE, End),
 }
 
 
-def at(state: State, max_attempts: int = 3, migration_limit: int = 3) -> JourneyMachine:
+def at(state: JourneyState, max_attempts: int = 3, migration_limit: int = 3) -> JourneyMachine:
     machine = JourneyMachine(max_attempts, max_moves=2, migration_limit=migration_limit)
     for event in WAY[state]:
         machine.handle(event)
@@ -151,9 +151,9 @@ def inside(machine: JourneyMachine) -> dict[str, Any]:
     return {name: getattr(machine, name) for name in JourneyMachine.__slots__}
 
 
-@pytest.mark.parametrize("state", State)
+@pytest.mark.parametrize("state", JourneyState)
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
-def test_the_whole_table(state: State, event: Event) -> None:
+def test_the_whole_table(state: JourneyState, event: Event) -> None:
     machine = at(state)
     before = inside(machine)
     wanted = LEGAL.get((state, type(event)))
@@ -171,8 +171,8 @@ def routed(action: Action) -> Route:
     return action
 
 
-@pytest.mark.parametrize("state", [State.WAITING, State.STREAMING])
-def test_an_instance_that_was_out_of_reach_is_not_one_that_failed(state: State) -> None:
+@pytest.mark.parametrize("state", [JourneyState.WAITING, JourneyState.STREAMING])
+def test_an_instance_that_was_out_of_reach_is_not_one_that_failed(state: JourneyState) -> None:
     silent = WorkerLost("silent", reason="heartbeat")
     machine = at(state)
     assert routed(machine.handle(Failed(silent))).unreachable == {"a"}
@@ -180,14 +180,14 @@ def test_an_instance_that_was_out_of_reach_is_not_one_that_failed(state: State) 
     assert routed(machine.handle(Failed(ConnectFailed("no hello")))).unreachable == {"a", "b"}
     machine.handle(Routed(to("a")))
     machine.handle(Opened())
-    if state is State.STREAMING:
+    if state is JourneyState.STREAMING:
         again = routed(machine.handle(Failed(WorkerLost("its process died", reason="closed"))))
         assert (again.excluded, again.unreachable) == ({"a", "b"}, {"b"}), "now it has failed"
 
 
 @pytest.mark.parametrize("error", RETRYABLE, ids=repr)
-@pytest.mark.parametrize("state", [State.OPENING, State.WAITING])
-def test_before_the_first_answer_another_instance_is_tried(state: State, error: KvoltError) -> None:
+@pytest.mark.parametrize("state", [JourneyState.OPENING, JourneyState.WAITING])
+def test_before_the_first_answer_another_instance_is_tried(state: JourneyState, error: KvoltError) -> None:
     machine = at(state)
     assert routed(machine.handle(Failed(error))).excluded == {"a"}
     assert machine.failure is error
@@ -201,7 +201,7 @@ def test_before_the_first_answer_another_instance_is_tried(state: State, error: 
 
 
 def test_a_request_that_two_engines_died_of_kills_no_third() -> None:
-    machine = at(State.WAITING)
+    machine = at(JourneyState.WAITING)
     assert machine.handle(Failed(EngineDied("first"))) == Route(frozenset({InstanceId("a")}))
     machine.handle(Routed(to("b")))
     action = machine.handle(Failed(EngineDied("second")))
@@ -212,7 +212,7 @@ def test_a_request_that_two_engines_died_of_kills_no_third() -> None:
 
 def test_a_second_worker_without_a_first_token_in_time_is_the_last() -> None:
     late = DeadlineExceeded("no first token", stage="first")
-    machine = at(State.WAITING)
+    machine = at(JourneyState.WAITING)
     assert machine.handle(Failed(late)) == Route(frozenset({InstanceId("a")}))
     machine.handle(Routed(to("b")))
     machine.handle(Opened())
@@ -221,20 +221,20 @@ def test_a_second_worker_without_a_first_token_in_time_is_the_last() -> None:
 
 def test_a_second_worker_that_goes_silent_amid_the_answer_is_the_last() -> None:
     late = DeadlineExceeded("no token for a while", stage="between")
-    machine = at(State.STREAMING)
+    machine = at(JourneyState.STREAMING)
     assert machine.handle(Failed(late)) == Route(frozenset({InstanceId("a")}))
     for event in (Routed(to("b")), Opened(), Delivered()):
         machine.handle(event)
     assert machine.handle(Failed(late)) == End(late)
 
 
-@pytest.mark.parametrize("state", [State.REROUTING, State.REOPENING])
-def test_a_silent_worker_without_a_replacement_ends_the_answer_at_its_deadline(state: State) -> None:
+@pytest.mark.parametrize("state", [JourneyState.REROUTING, JourneyState.REOPENING])
+def test_a_silent_worker_without_a_replacement_ends_the_answer_at_its_deadline(state: JourneyState) -> None:
     """As a deadline, of its own stage: the text is kept."""
     late = DeadlineExceeded("no token for a while", stage="between")
-    machine = at(State.STREAMING, migration_limit=1)
+    machine = at(JourneyState.STREAMING, migration_limit=1)
     machine.handle(Failed(late))
-    if state is State.REOPENING:
+    if state is JourneyState.REOPENING:
         machine.handle(Routed(to("b")))
     action = machine.handle(Failed(Unavailable("none left")))
     assert isinstance(action, End)
@@ -243,13 +243,13 @@ def test_a_silent_worker_without_a_replacement_ends_the_answer_at_its_deadline(s
 
 
 @pytest.mark.parametrize("error", FINAL, ids=repr)
-@pytest.mark.parametrize("state", [State.OPENING, State.WAITING])
-def test_what_no_other_instance_could_do_better_is_final(state: State, error: KvoltError) -> None:
+@pytest.mark.parametrize("state", [JourneyState.OPENING, JourneyState.WAITING])
+def test_what_no_other_instance_could_do_better_is_final(state: JourneyState, error: KvoltError) -> None:
     assert at(state).handle(Failed(error)) == End(error)
 
 
-@pytest.mark.parametrize("state", [State.WAITING, State.STREAMING])
-def test_an_engine_may_die_once_whatever_else_happens(state: State) -> None:
+@pytest.mark.parametrize("state", [JourneyState.WAITING, JourneyState.STREAMING])
+def test_an_engine_may_die_once_whatever_else_happens(state: JourneyState) -> None:
     machine = at(state)
     machine.handle(Failed(EngineDied("first")))
     for number, event in enumerate([Failed(LOST), Failed(EngineDied("second"))]):
@@ -264,29 +264,29 @@ def test_an_engine_may_die_once_whatever_else_happens(state: State) -> None:
 
 @pytest.mark.parametrize("error", RETRYABLE + SILENT + FINAL, ids=repr)
 def test_without_migrations_everything_is_final_after_the_first_answer(error: KvoltError) -> None:
-    assert at(State.STREAMING, migration_limit=0).handle(Failed(error)) == End(error)
+    assert at(JourneyState.STREAMING, migration_limit=0).handle(Failed(error)) == End(error)
 
 
 @pytest.mark.parametrize("error", FINAL, ids=repr)
 def test_amid_an_answer_what_no_other_could_do_better_is_final(error: KvoltError) -> None:
-    assert at(State.STREAMING).handle(Failed(error)) == End(error)
+    assert at(JourneyState.STREAMING).handle(Failed(error)) == End(error)
 
 
 @pytest.mark.parametrize("error", [*RETRYABLE, *SILENT, EngineDied("e")], ids=repr)
 def test_another_worker_continues_mid_answer(error: KvoltError) -> None:
-    machine = at(State.STREAMING)
+    machine = at(JourneyState.STREAMING)
     assert routed(machine.handle(Failed(error))).excluded == {"a"}
     assert machine.failure is error
     assert machine.handle(Routed(to("b"))) == Open(to("b"))
     assert (machine.num_attempts, machine.num_migrations) == (1, 1)
     machine.handle(Opened())
     machine.handle(Delivered())
-    assert machine.state is State.STREAMING
+    assert machine.state is JourneyState.STREAMING
     assert machine.handle(Finished()) == End(None)
 
 
 def test_who_failed_before_is_left_out_until_it_got_further() -> None:
-    machine = at(State.REROUTING)
+    machine = at(JourneyState.REROUTING)
     refusal = Overloaded("b is full")
     machine.handle(Routed(to("b")))
     assert machine.handle(Failed(refusal)) == Route(frozenset({InstanceId("a"), InstanceId("b")}))
@@ -298,7 +298,7 @@ def test_who_failed_before_is_left_out_until_it_got_further() -> None:
 
 @pytest.mark.parametrize("limit", [1, 2, 3])
 def test_migrations_are_bounded_and_the_end_says_so(limit: int) -> None:
-    machine = at(State.STREAMING, migration_limit=limit)
+    machine = at(JourneyState.STREAMING, migration_limit=limit)
     for number in range(limit):
         machine.handle(Failed(LOST))
         machine.handle(Routed(to(f"w{number}")))
@@ -317,14 +317,14 @@ def test_migrations_are_bounded_and_the_end_says_so(limit: int) -> None:
 @pytest.mark.parametrize(
     ("state", "error"),
     [
-        (State.REROUTING, Unavailable("nobody is there")),
-        (State.REROUTING, Overloaded("nobody is there")),
-        (State.REOPENING, Unsupported("nobody is there")),
-        (State.MIGRATING, InvalidRequest("nobody is there")),
+        (JourneyState.REROUTING, Unavailable("nobody is there")),
+        (JourneyState.REROUTING, Overloaded("nobody is there")),
+        (JourneyState.REOPENING, Unsupported("nobody is there")),
+        (JourneyState.MIGRATING, InvalidRequest("nobody is there")),
     ],
     ids=repr,
 )
-def test_failed_migration_reports_the_lost_worker(state: State, error: KvoltError) -> None:
+def test_failed_migration_reports_the_lost_worker(state: JourneyState, error: KvoltError) -> None:
     machine = at(state)
     action = machine.handle(Failed(error))
     assert isinstance(action, End)
@@ -338,7 +338,7 @@ def test_failed_migration_reports_the_lost_worker(state: State, error: KvoltErro
 
 
 def test_refused_migrations_count_as_well() -> None:
-    machine = at(State.REOPENING, migration_limit=2)
+    machine = at(JourneyState.REOPENING, migration_limit=2)
     assert isinstance(machine.handle(Failed(ConnectFailed("c"))), Route)
     machine.handle(Routed(to("c")))
     machine.handle(Opened())
@@ -348,30 +348,30 @@ def test_refused_migrations_count_as_well() -> None:
     assert "full" in action.error.message
 
 
-@pytest.mark.parametrize("state", [State.REROUTING, State.REOPENING, State.MIGRATING])
-def test_a_deadline_amid_a_migration_is_a_deadline(state: State) -> None:
+@pytest.mark.parametrize("state", [JourneyState.REROUTING, JourneyState.REOPENING, JourneyState.MIGRATING])
+def test_a_deadline_amid_a_migration_is_a_deadline(state: JourneyState) -> None:
     late = DeadlineExceeded("too late")
     assert at(state).handle(Failed(late)) == End(late)
 
 
 def test_a_single_attempt() -> None:
     error = WorkerLost("w")
-    assert at(State.WAITING, max_attempts=1).handle(Failed(error)) == End(error)
+    assert at(JourneyState.WAITING, max_attempts=1).handle(Failed(error)) == End(error)
 
 
 def test_last_error_is_preferred_over_no_worker_left() -> None:
     nobody, full, lost = Unavailable("nobody"), Overloaded("the router is full"), WorkerLost("lost")
-    assert at(State.ROUTING).handle(Failed(nobody)) == End(nobody)
-    machine = at(State.WAITING)
+    assert at(JourneyState.ROUTING).handle(Failed(nobody)) == End(nobody)
+    machine = at(JourneyState.WAITING)
     machine.handle(Failed(lost))
     assert machine.handle(Failed(nobody)) == End(lost)
-    machine = at(State.WAITING)
+    machine = at(JourneyState.WAITING)
     machine.handle(Failed(lost))
     assert machine.handle(Failed(full)) == End(full)
 
 
 def test_withdrawn_request_moves_without_a_new_attempt() -> None:
-    machine = at(State.WAITING)
+    machine = at(JourneyState.WAITING)
     for name in ("b", "c"):
         assert machine.can_move
         assert machine.handle(WithdrawalConfirmed(to(name))) == Open(to(name))
@@ -389,16 +389,18 @@ def test_withdrawn_request_moves_without_a_new_attempt() -> None:
 @pytest.mark.parametrize(
     ("state", "error", "spent"),
     [
-        (State.ROUTING, Overloaded("full"), GpuWork.NONE),
-        (State.OPENING, ConnectFailed("c"), GpuWork.NONE),
-        (State.WAITING, Overloaded("full"), GpuWork.NONE),
-        (State.WAITING, Unsupported("u"), GpuWork.NONE),  # engines reject before they compute
-        (State.WAITING, EngineFailed("e"), GpuWork.UNKNOWN),
-        (State.WAITING, WorkerLost("w"), GpuWork.UNKNOWN),
-        (State.STREAMING, WorkerLost("w"), GpuWork.SOME),
+        (JourneyState.ROUTING, Overloaded("full"), GpuWork.NONE),
+        (JourneyState.OPENING, ConnectFailed("c"), GpuWork.NONE),
+        (JourneyState.WAITING, Overloaded("full"), GpuWork.NONE),
+        (JourneyState.WAITING, Unsupported("u"), GpuWork.NONE),  # engines reject before they compute
+        (JourneyState.WAITING, EngineFailed("e"), GpuWork.UNKNOWN),
+        (JourneyState.WAITING, WorkerLost("w"), GpuWork.UNKNOWN),
+        (JourneyState.STREAMING, WorkerLost("w"), GpuWork.SOME),
     ],
 )
-def test_whether_anything_was_computed_in_vain(state: State, error: KvoltError, spent: GpuWork) -> None:
+def test_whether_anything_was_computed_in_vain(
+    state: JourneyState, error: KvoltError, spent: GpuWork
+) -> None:
     machine = at(state, max_attempts=1, migration_limit=0)
     assert machine.handle(Failed(error)) == End(error)
     assert machine.gpu_work is spent
@@ -413,16 +415,16 @@ def test_whether_anything_was_computed_in_vain(state: State, error: KvoltError, 
     ],
 )
 def test_whether_a_failed_remote_prefill_computed_anything(error: KvoltError, spent: GpuWork) -> None:
-    machine = at(State.PREFILLING)
+    machine = at(JourneyState.PREFILLING)
     machine.handle(PrefillFailed(error, InstanceId("p")))
     assert machine.gpu_work is spent
 
 
 def test_stopping_is_cancelled_and_finishing_is_no_error() -> None:
-    action = at(State.STREAMING).handle(Stopped())
+    action = at(JourneyState.STREAMING).handle(Stopped())
     assert isinstance(action, End)
     assert isinstance(action.error, Cancelled)
-    assert at(State.WAITING).handle(Finished()) == End(None)
+    assert at(JourneyState.WAITING).handle(Finished()) == End(None)
 
 
 @given(st.integers(1, 4), st.integers(0, 3), st.lists(st.sampled_from(range(10)), max_size=60))
@@ -454,7 +456,7 @@ def test_random_walks(max_attempts: int, migration_limit: int, picks: list[int])
         if isinstance(event, Delivered):
             tried = tried[-1:]
         if isinstance(action, Route):
-            assert machine.state is (State.REROUTING if delivered else State.ROUTING)
+            assert machine.state is (JourneyState.REROUTING if delivered else JourneyState.ROUTING)
             assert action.excluded == frozenset(tried)
         if isinstance(event, WithdrawalConfirmed):
             assert not delivered
@@ -467,4 +469,4 @@ def test_random_walks(max_attempts: int, migration_limit: int, picks: list[int])
     assert machine.num_migrations <= migration_limit
     assert machine.num_moves <= 2
     ends = [number for number, action in enumerate(actions) if isinstance(action, End)]
-    assert ends == ([len(actions) - 1] if machine.state is State.DONE else [])
+    assert ends == ([len(actions) - 1] if machine.state is JourneyState.DONE else [])

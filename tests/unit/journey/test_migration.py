@@ -28,7 +28,7 @@ from kvolt.core.request import Request
 from kvolt.engines.sim.model import word_token_ids
 from kvolt.engines.sim.script import answer_tokens
 from kvolt.journey.context import RerouteKey, RerouteOutcome
-from kvolt.journey.events import State
+from kvolt.journey.events import JourneyState
 from kvolt.journey.journey import Journey, JourneyContext
 from kvolt.journey.migration import are_choices_finished
 from kvolt.router.port import Decision
@@ -321,7 +321,7 @@ def test_a_receiver_that_leaves_with_the_last_of_these_ends_hears_no_more() -> N
         await given(stage, 0, Delta((300, 301), cached_tokens=0), Delta((302, 303), index=1))
         await until(lambda: inbox.num_tokens == 4)
         crash(stage, 0)()
-        await until(lambda: journey._machine.state is State.DONE)
+        await until(lambda: journey._machine.state is JourneyState.DONE)
         assert [delta.finish for delta in inbox.items[2:]] == [FinishReason.LENGTH] * 2
         await asyncio.sleep(0.1)
         assert inbox.ends == []
@@ -495,7 +495,7 @@ def test_cancelled_amid_a_migration_it_leaves_nothing(moment: str) -> None:
         if moment != "rerouting":
             gate.set()
         crash(stage, 0)()
-        while journey._machine.state is not State(moment):
+        while journey._machine.state is not JourneyState(moment):
             await asyncio.sleep(0.0001)
         if moment == "migrating":
             await until(lambda: bool(stage.workers[1].engine.submitted))

@@ -30,12 +30,12 @@ from kvolt.journey.events import (
     Action,
     End,
     GpuWork,
+    JourneyState,
     Prefill,
     Prefilled,
     PrefillFailed,
     Route,
     Start,
-    State,
     Stopped,
 )
 from kvolt.journey.machine import JourneyMachine
@@ -53,14 +53,14 @@ HANDOFF = Handoff(ticket=b"", prefill_instance=P0, cached_tokens=16)
 def started() -> JourneyMachine:
     machine = JourneyMachine(max_attempts=3)
     assert machine.handle(Start(is_remote_prefill=True)) == Prefill(NOBODY)
-    assert machine.state is State.PREFILLING
+    assert machine.state is JourneyState.PREFILLING
     return machine
 
 
 def test_the_answer_is_routed_once_the_prompt_is_computed() -> None:
     machine = started()
     assert machine.handle(Prefilled()) == Route(NOBODY)
-    assert (machine.state, machine.gpu_work) == (State.ROUTING, GpuWork.SOME)
+    assert (machine.state, machine.gpu_work) == (JourneyState.ROUTING, GpuWork.SOME)
 
 
 def test_without_prefill_workers_it_is_routed_at_once() -> None:

@@ -15,7 +15,7 @@ import pytest
 from tests.unit.models.hub_lab import TOKEN, FakeHub, Faults, Repo
 
 from kvolt.core.errors import ConfigError, ConnectFailed, NetworkFault
-from kvolt.models.hub import Hub, _is_whole
+from kvolt.models.hub import ModelHub, _is_whole
 from kvolt.models.model_files import HubName, ModelFiles, ModelKind
 
 WEIGHTS = random.Random(1).randbytes(300_000)
@@ -75,8 +75,8 @@ def server() -> Iterator[FakeHub]:
 
 
 @pytest.fixture
-def hub(server: FakeHub, tmp_path: Path) -> Hub:
-    return Hub(server.url, tmp_path / "hub")
+def hub(server: FakeHub, tmp_path: Path) -> ModelHub:
+    return ModelHub(server.url, tmp_path / "hub")
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +85,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvolt.models.hub_file._LOCK_POLL_S", 0.01)
 
 
-def test_downloads_what_serving_needs_and_no_more(hub: Hub, server: FakeHub) -> None:
+def test_downloads_what_serving_needs_and_no_more(hub: ModelHub, server: FakeHub) -> None:
     told = Told()
     model = hub.download(TINY, told)
     names = {path.name for path in model.path.rglob("*") if path.is_file()}
@@ -103,7 +103,7 @@ def test_downloads_what_serving_needs_and_no_more(hub: Hub, server: FakeHub) -> 
     assert server.url in told.calls[0][0]
 
 
-def test_a_cut_connection_goes_on_where_it_was(hub: Hub, server: FakeHub) -> None:
+def test_a_cut_connection_goes_on_where_it_was(hub: ModelHub, server: FakeHub) -> None:
     server.faults.cut_after = [100_000, 50_000]
     told = Told()
     model = hub.download(HubName("kvolt/tiny", "v1"), told)
@@ -118,18 +118,18 @@ def test_a_later_process_goes_on_where_an_earlier_one_ended(server: FakeHub, tmp
     server.faults.cut_after = [100_000]
     server.repos["kvolt/tiny"] = Repo({"config.json": b"{}", "model.safetensors": WEIGHTS})
     with pytest.raises(ConnectFailed, match="cannot be reached") as caught:
-        Hub(server.url, tmp_path / "hub").download(TINY, Told())
+        ModelHub(server.url, tmp_path / "hub").download(TINY, Told())
     assert "downloaded data is kept" in str(caught.value.fields["remedy"])
     server.faults, server.asked[:] = Faults(), []
     told = Told()
-    model = Hub(server.url, tmp_path / "hub").download(TINY, told)
+    model = ModelHub(server.url, tmp_path / "hub").download(TINY, told)
     assert [asked.range for asked in server.large_asked()] == ["bytes=100000-"]
     assert (model.path / "model.safetensors").read_bytes() == WEIGHTS
     assert told.calls[0][1] >= 100_000
     assert not list((tmp_path / "hub").rglob("*.incomplete"))
 
 
-def test_a_server_without_ranges_sends_all_of_it_again(hub: Hub, server: FakeHub) -> None:
+def test_a_server_without_ranges_sends_all_of_it_again(hub: ModelHub, server: FakeHub) -> None:
     server.repos["kvolt/tiny"] = Repo({"config.json": b"{}", "model.safetensors": WEIGHTS})
     server.faults.cut_after = [100_000]
     server.faults.no_ranges = True
@@ -139,12 +139,12 @@ def test_a_server_without_ranges_sends_all_of_it_again(hub: Hub, server: FakeHub
     assert told.calls[-1][1] == told.calls[-1][2] == len(WEIGHTS) + 2
 
 
-def test_a_server_that_fails_for_a_moment_is_asked_again(hub: Hub, server: FakeHub) -> None:
+def test_a_server_that_fails_for_a_moment_is_asked_again(hub: ModelHub, server: FakeHub) -> None:
     server.faults.failing = 3
     assert (hub.download(TINY, Told()).path / "model.safetensors").read_bytes() == WEIGHTS
 
 
-def test_wrong_bytes_are_dropped_and_not_taken(hub: Hub, server: FakeHub, tmp_path: Path) -> None:
+def test_wrong_bytes_are_dropped_and_not_taken(hub: ModelHub, server: FakeHub, tmp_path: Path) -> None:
     # One large file: of another one, what came before this one was found wrong would stay.
     server.repos["kvolt/tiny"] = Repo({"config.json": b"{}", "model.safetensors": WEIGHTS})
     server.faults.corrupt = True
@@ -162,7 +162,7 @@ def test_one_of_two_fetches_and_the_other_waits(server: FakeHub, tmp_path: Path)
     results: list[Path] = []
 
     def get() -> None:
-        results.append(Hub(server.url, tmp_path / "hub").download(TINY, Told()).path)
+        results.append(ModelHub(server.url, tmp_path / "hub").download(TINY, Told()).path)
 
     threads = [threading.Thread(target=get) for _ in range(3)]
     for thread in threads:
@@ -178,7 +178,7 @@ def test_one_of_two_fetches_and_the_other_waits(server: FakeHub, tmp_path: Path)
     assert len([asked for asked in server.large_asked() if asked.method == "GET"]) == 1
 
 
-def test_what_is_in_the_cache_needs_no_network(hub: Hub, server: FakeHub) -> None:
+def test_what_is_in_the_cache_needs_no_network(hub: ModelHub, server: FakeHub) -> None:
     assert hub.find(TINY) is None
     model = hub.download(TINY, Told())
     hub.download(HubName("kvolt/tiny", "v1"), Told())
@@ -190,7 +190,7 @@ def test_what_is_in_the_cache_needs_no_network(hub: Hub, server: FakeHub) -> Non
     assert server.asked == []
 
 
-def test_nothing_is_downloaded_or_reported_twice(hub: Hub, server: FakeHub) -> None:
+def test_nothing_is_downloaded_or_reported_twice(hub: ModelHub, server: FakeHub) -> None:
     model = hub.download(TINY, Told())
     server.asked.clear()
     told = Told()
@@ -199,7 +199,7 @@ def test_nothing_is_downloaded_or_reported_twice(hub: Hub, server: FakeHub) -> N
     assert told.calls == []
 
 
-def test_a_newer_commit_is_fetched(hub: Hub, server: FakeHub) -> None:
+def test_a_newer_commit_is_fetched(hub: ModelHub, server: FakeHub) -> None:
     old = hub.download(TINY, Told())
     server.repos["kvolt/tiny"] = Repo({**REPOS["kvolt/tiny"].files, "config.json": b'{"new": 1}'})
     server.asked.clear()
@@ -213,7 +213,7 @@ def test_a_newer_commit_is_fetched(hub: Hub, server: FakeHub) -> None:
 
 
 @pytest.mark.parametrize("lost", ["model-00002-of-00002.safetensors", "config.json"])
-def test_half_a_snapshot_is_not_found(hub: Hub, lost: str) -> None:
+def test_half_a_snapshot_is_not_found(hub: ModelHub, lost: str) -> None:
     name = HubName("kvolt/sharded")
     model = hub.download(name, Told())
     assert hub.find(name) == model
@@ -224,7 +224,7 @@ def test_half_a_snapshot_is_not_found(hub: Hub, lost: str) -> None:
 
 
 @pytest.mark.parametrize("file", ["Q4_K_M", "q4_k_m", "Tiny-Q4_K_M.gguf"])
-def test_one_gguf_of_several(hub: Hub, server: FakeHub, file: str) -> None:
+def test_one_gguf_of_several(hub: ModelHub, server: FakeHub, file: str) -> None:
     name = HubName("kvolt/quants", None, file)
     assert hub.find(name) is None
     model = hub.download(name, Told())
@@ -235,7 +235,7 @@ def test_one_gguf_of_several(hub: Hub, server: FakeHub, file: str) -> None:
     assert hub.find(HubName("kvolt/quants", None, "Q8_0")) is None
 
 
-def test_lists_what_the_cache_has(hub: Hub) -> None:
+def test_lists_what_the_cache_has(hub: ModelHub) -> None:
     assert hub.cached_repos() == []
     hub.download(TINY, Told())
     hub.download(HubName("kvolt/quants", None, "Q8_0"), Told())
@@ -245,7 +245,7 @@ def test_lists_what_the_cache_has(hub: Hub) -> None:
     ]
 
 
-def refused(hub: Hub, name: HubName) -> tuple[str, str, str]:
+def refused(hub: ModelHub, name: HubName) -> tuple[str, str, str]:
     with pytest.raises(ConfigError) as caught:
         hub.download(name, Told())
     fields = caught.value.fields
@@ -254,7 +254,7 @@ def refused(hub: Hub, name: HubName) -> tuple[str, str, str]:
     return str(fields["reason"]), caught.value.message, str(fields["remedy"])
 
 
-def test_wrong_names(hub: Hub, server: FakeHub) -> None:
+def test_wrong_names(hub: ModelHub, server: FakeHub) -> None:
     reason, message, remedy = refused(hub, HubName("kvolt/none"))
     assert (reason, message) == ("not_found", f"{server.url} has no model kvolt/none")
     assert "spelling" in remedy
@@ -269,7 +269,7 @@ def test_wrong_names(hub: Hub, server: FakeHub) -> None:
     assert "a..b" in refused(hub, HubName("kvolt/a..b"))[1]
 
 
-def test_pickles_are_refused_by_name(hub: Hub, server: FakeHub) -> None:
+def test_pickles_are_refused_by_name(hub: ModelHub, server: FakeHub) -> None:
     reason, message, remedy = refused(hub, HubName("kvolt/pickle"))
     assert reason == "pickle"
     assert "pytorch_model.bin" in message
@@ -278,12 +278,12 @@ def test_pickles_are_refused_by_name(hub: Hub, server: FakeHub) -> None:
     assert server.large_asked() == []
 
 
-def test_a_gated_model_needs_a_token(hub: Hub, server: FakeHub, tmp_path: Path) -> None:
+def test_a_gated_model_needs_a_token(hub: ModelHub, server: FakeHub, tmp_path: Path) -> None:
     reason, _, remedy = refused(hub, HubName("kvolt/gated"))
     assert reason == "gated"
     assert "HF_TOKEN" in remedy
     assert f"{server.url}/kvolt/gated" in remedy
-    model = Hub(server.url, tmp_path / "hub", TOKEN).download(HubName("kvolt/gated"), Told())
+    model = ModelHub(server.url, tmp_path / "hub", TOKEN).download(HubName("kvolt/gated"), Told())
     assert (model.path / "model.safetensors").read_bytes() == b"x"
 
 
@@ -291,12 +291,12 @@ def test_no_server(tmp_path: Path) -> None:
     with FakeHub({}) as gone:
         url = gone.url
     with pytest.raises(ConnectFailed, match="cannot be reached") as caught:
-        Hub(url, tmp_path).download(TINY, Told())
+        ModelHub(url, tmp_path).download(TINY, Told())
     assert caught.value.fields["address"] == url
     assert "HF_ENDPOINT" in str(caught.value.fields["remedy"])
 
 
-def test_offline_by_choice(hub: Hub, server: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_by_choice(hub: ModelHub, server: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     model = hub.download(TINY, Told())
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     server.asked.clear()
@@ -308,7 +308,7 @@ def test_offline_by_choice(hub: Hub, server: FakeHub, monkeypatch: pytest.Monkey
 
 
 def test_a_full_disk_is_seen_before_anything_comes(
-    hub: Hub, server: FakeHub, monkeypatch: pytest.MonkeyPatch
+    hub: ModelHub, server: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage("/")
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage._replace(free=1000))
@@ -319,7 +319,7 @@ def test_a_full_disk_is_seen_before_anything_comes(
     assert server.large_asked() == []
 
 
-def test_a_disk_that_fills_up_later(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fills_up_later(hub: ModelHub, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_args: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -329,12 +329,12 @@ def test_a_disk_that_fills_up_later(hub: Hub, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_cache_that_cannot_be_written(server: FakeHub, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    reason, _, remedy = refused(Hub(server.url, tmp_path / "file" / "hub"), TINY)
+    reason, _, remedy = refused(ModelHub(server.url, tmp_path / "file" / "hub"), TINY)
     assert reason == "disk"
     assert "HF_HUB_CACHE" in remedy
 
 
-def test_without_the_library(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library(hub: ModelHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", None)
     with pytest.raises(ConfigError, match="huggingface_hub") as caught:
         hub.find(TINY)

@@ -11,7 +11,7 @@ from tests.unit.models.package_lab import DATA, WEIGHTS
 from kvolt.core.errors import ConfigError, ConnectFailed, KvoltError, NetworkFault
 from kvolt.models import package_weights
 from kvolt.models.fetch_progress import Progress
-from kvolt.models.hub import Hub, HubModel
+from kvolt.models.hub import HubModel, ModelHub
 from kvolt.models.model_files import HubName, ModelKind
 from kvolt.models.package_weights import PackageWeights
 from kvolt.models.resolve import (
@@ -28,7 +28,7 @@ from kvolt.models.resolve import (
 STAND_IN = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
-class ScriptedHub(Hub):
+class ScriptedHub(ModelHub):
     """Has what it was given, and remembers what it was asked."""
 
     def __init__(

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from kvolt.core.errors import InvalidRequest, KvoltError, NotFound, Unavailable, Unsupported
 from kvolt.runtime.admin import COMMANDS, AdminServer
 from kvolt.runtime.clock import SystemClock
-from kvolt.runtime.health import Health, State
+from kvolt.runtime.health import Health, HealthState
 from kvolt.runtime.metrics import Metrics
 from kvolt.runtime.network import SocketNetwork
 
@@ -61,12 +61,12 @@ async def client(health: Health, controls: RecordedControls) -> AsyncIterator[ht
 
 def test_ready_needs_every_required_check(health: Health) -> None:
     assert health.not_ready() == {"process": "starting"}
-    health.set("generate", State.STARTING, "loading weights")
-    health.set("tracing", State.UNHEALTHY, "no collector", required=False)
+    health.set("generate", HealthState.STARTING, "loading weights")
+    health.set("tracing", HealthState.UNHEALTHY, "no collector", required=False)
     assert health.not_ready() == {"generate": "starting: loading weights"}
-    health.set("generate", State.READY)
+    health.set("generate", HealthState.READY)
     assert health.ready()
-    for state in (State.CORDONED, State.DRAINING, State.UNHEALTHY):
+    for state in (HealthState.CORDONED, HealthState.DRAINING, HealthState.UNHEALTHY):
         health.set("generate", state)
         assert health.not_ready() == {"generate": state.value}
     health.remove("generate")
@@ -74,9 +74,9 @@ def test_ready_needs_every_required_check(health: Health) -> None:
 
 
 def test_healthy_until_a_check_is_unhealthy(health: Health) -> None:
-    health.set("generate", State.READY)
+    health.set("generate", HealthState.READY)
     assert health.healthy()
-    health.set("generate", State.UNHEALTHY, "engine died")
+    health.set("generate", HealthState.UNHEALTHY, "engine died")
     assert not health.healthy()
 
 
@@ -84,7 +84,7 @@ def test_healthy_until_a_check_is_unhealthy(health: Health) -> None:
 
 
 async def test_probes_follow_health(client: httpx.AsyncClient, health: Health) -> None:
-    health.set("generate", State.STARTING)
+    health.set("generate", HealthState.STARTING)
     ready = await client.get("/ready")
     assert ready.status_code == 503
     assert ready.json() == {
@@ -95,9 +95,9 @@ async def test_probes_follow_health(client: httpx.AsyncClient, health: Health) -
     }
     assert (await client.get("/live")).status_code == 200
     assert (await client.get("/health")).status_code == 200
-    health.set("generate", State.READY)
+    health.set("generate", HealthState.READY)
     assert (await client.get("/ready")).status_code == 200
-    health.set("generate", State.UNHEALTHY, "engine died")
+    health.set("generate", HealthState.UNHEALTHY, "engine died")
     assert (await client.get("/health")).status_code == 503
     assert (await client.get("/live")).status_code == 200
 

@@ -12,10 +12,10 @@ from kvolt.core.latency import LatencyModel
 from kvolt.engines.sim.engine import SimArguments
 from kvolt.runtime.config.router_settings import RouterSettings
 from kvolt.scheduler.step_plan import Scheduling
-from kvolt.twin.axes import Setup, axis_names, check_axes, num_points, parse_axis, points_of, setup_of
+from kvolt.twin.axes import PointSetup, axis_names, check_axes, num_points, parse_axis, points_of, setup_of
 from kvolt.twin.cluster import TwinSettings
 
-BASE = Setup(settings=TwinSettings(num_workers=3, engine=SimArguments(block_size=32), seed=5))
+BASE = PointSetup(settings=TwinSettings(num_workers=3, engine=SimArguments(block_size=32), seed=5))
 
 
 @pytest.mark.parametrize(

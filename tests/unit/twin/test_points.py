@@ -11,11 +11,11 @@ from kvolt.bench.load.sla import Sla
 from kvolt.core.errors import ConfigError
 from kvolt.core.trace import TraceRecord
 from kvolt.engines.sim.engine import SimArguments
-from kvolt.twin.axes import Setup
+from kvolt.twin.axes import PointSetup
 from kvolt.twin.cluster import TwinSettings
 from kvolt.twin.points import PointResult, PointsFile, point_digest, trace_digest
 
-SETUP = Setup(settings=TwinSettings(num_workers=2))
+SETUP = PointSetup(settings=TwinSettings(num_workers=2))
 SLA = Sla({"ttft": 1.0})
 
 
@@ -72,7 +72,9 @@ def test_a_broken_line_before_it_is_told(tmp_path: Path) -> None:
 
 def test_the_digest_is_of_all_that_decides_the_figures(tmp_path: Path) -> None:
     first = point_digest(SETUP, "trace", SLA)
-    assert first == point_digest(Setup(settings=TwinSettings(num_workers=2)), "trace", Sla({"ttft": 1.0}))
+    assert first == point_digest(
+        PointSetup(settings=TwinSettings(num_workers=2)), "trace", Sla({"ttft": 1.0})
+    )
     settings = SETUP.settings
     preset = tmp_path / "preset.json"
     preset.write_text('{"name": "mine", "latency": {"base_s": 0.1}}')

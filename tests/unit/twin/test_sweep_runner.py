@@ -13,12 +13,14 @@ from msgspec.structs import replace
 from tests.unit.twin.test_inside import ENGINE, ONE, record
 
 from kvolt.bench.load.sla import parse_sla
-from kvolt.twin.axes import Setup
-from kvolt.twin.sweep_runner import Common, Outcome, _run_assigned, run_points, solve
+from kvolt.twin.axes import PointSetup
+from kvolt.twin.sweep_runner import Common, PointOutcome, _run_assigned, run_points, solve
 
 COMMON = Common([record(at * 50, output=20) for at in range(20)], parse_sla("ttft=300ms"))
 SETUPS = [
-    Setup(settings=replace(ONE, num_workers=number), arrivals=speed) for number in (1, 2) for speed in (1, 8)
+    PointSetup(settings=replace(ONE, num_workers=number), arrivals=speed)
+    for number in (1, 2)
+    for speed in (1, 8)
 ]
 
 
@@ -33,9 +35,9 @@ def test_processes_find_what_is_found_here() -> None:
 def test_a_point_that_fails_and_one_whose_process_dies_do_not_end_the_others(tmp_path: Path) -> None:
     preset = tmp_path / "preset.json"
     preset.write_text('{"name": "mine", "latency": {"base_s": 0.1}}')
-    bad = Setup(settings=replace(ONE, engine=replace(ENGINE, latency=None, preset=str(preset))))
+    bad = PointSetup(settings=replace(ONE, engine=replace(ENGINE, latency=None, preset=str(preset))))
     preset.unlink()  # and so no process can read it
-    outcomes: list[Outcome] = []
+    outcomes: list[PointOutcome] = []
     for outcome in run_points(COMMON, [SETUPS[0], bad, *SETUPS], 1):
         outcomes.append(outcome)
         if len(outcomes) == 2:
@@ -53,8 +55,8 @@ def test_a_point_that_fails_and_one_whose_process_dies_do_not_end_the_others(tmp
 
 
 def test_a_process_that_dies_at_work_is_told() -> None:
-    slow = Setup(settings=replace(ONE, num_workers=300))
-    outcomes: list[Outcome] = []
+    slow = PointSetup(settings=replace(ONE, num_workers=300))
+    outcomes: list[PointOutcome] = []
     for outcome in run_points(COMMON, [SETUPS[0], slow], 2):
         outcomes.append(outcome)
         for child in multiprocessing.active_children() if len(outcomes) == 1 else ():
@@ -77,16 +79,16 @@ def test_left_early_nothing_goes_on() -> None:
 class Script:
     """A connection with what a parent says on it, and then no more."""
 
-    def __init__(self, *jobs: tuple[int, Setup]) -> None:
+    def __init__(self, *jobs: tuple[int, PointSetup]) -> None:
         self._jobs = [(place, msgspec.msgpack.encode(setup)) for place, setup in jobs]
-        self.sent: list[Outcome] = []
+        self.sent: list[PointOutcome] = []
 
     def recv(self) -> tuple[int, bytes]:
         if not self._jobs:
             raise EOFError
         return self._jobs.pop(0)
 
-    def send(self, outcome: Outcome) -> None:
+    def send(self, outcome: PointOutcome) -> None:
         self.sent.append(outcome)
 
 

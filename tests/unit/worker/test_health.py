@@ -19,7 +19,7 @@ from kvolt.core.delta import Delta, FinishReason, StepOutput
 from kvolt.core.errors import EngineFailed
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Request
-from kvolt.runtime.health import State
+from kvolt.runtime.health import HealthState
 from kvolt.testing import run_virtual
 from kvolt.worker.worker import WorkerOptions
 
@@ -31,7 +31,7 @@ async def stuckable(lab: Lab, engine: ScriptedEngine) -> RunningWorker:
     return await lab.worker("w0", engine, options=WorkerOptions(stuck_after_s=STUCK_S))
 
 
-def state_of(running: RunningWorker) -> tuple[State, str]:
+def state_of(running: RunningWorker) -> tuple[HealthState, str]:
     check = running.runtime.health.report().checks["engine"]
     return check.state, check.reason
 
@@ -50,19 +50,19 @@ def test_a_stuck_step_is_unhealthy_until_steps_flow_again(caplog: pytest.LogCapt
                 engine.put(step(1))
                 await anext(stream)
                 await asyncio.sleep(STUCK_S - 0.1)
-                assert state_of(running) == (State.READY, "")
+                assert state_of(running) == (HealthState.READY, "")
                 assert running.worker._progress.age_s == pytest.approx(STUCK_S - 0.1, abs=0.1)
                 await asyncio.sleep(0.2)
-                assert state_of(running) == (State.UNHEALTHY, "no step for 4 s with requests waiting")
+                assert state_of(running) == (HealthState.UNHEALTHY, "no step for 4 s with requests waiting")
                 assert not running.runtime.health.healthy()
                 engine.put(step(2))
                 await anext(stream)
-                assert state_of(running) == (State.READY, "")
+                assert state_of(running) == (HealthState.READY, "")
                 await asyncio.sleep(STUCK_S + 0.1)
-                assert state_of(running)[0] is State.UNHEALTHY, "it can be stuck again"
+                assert state_of(running)[0] is HealthState.UNHEALTHY, "it can be stuck again"
                 engine.put(step(3, FinishReason.STOP))
                 await anext(stream)
-            assert state_of(running) == (State.READY, "")
+            assert state_of(running) == (HealthState.READY, "")
 
     with caplog.at_level(logging.CRITICAL):
         run_virtual(scenario)
@@ -82,7 +82,7 @@ def test_an_idle_engine_need_not_step() -> None:
                 await stream.aclose()
                 engine.submitted.clear()
                 await asyncio.sleep(20 * STUCK_S)
-                assert state_of(running) == (State.READY, "")
+                assert state_of(running) == (HealthState.READY, "")
                 assert running.worker._progress.age_s == 0
 
     run_virtual(scenario)
@@ -96,11 +96,11 @@ def test_the_first_step_may_take_longer(caplog: pytest.LogCaptureFixture) -> Non
             stream = await start_stream(client, make_request())
             await until(lambda: bool(engine.submitted))
             await asyncio.sleep(4 * STUCK_S)
-            assert state_of(running) == (State.READY, "")
+            assert state_of(running) == (HealthState.READY, "")
             engine.put(step(1))
             await anext(stream)
             await asyncio.sleep(1.1 * STUCK_S)
-            assert state_of(running)[0] is State.UNHEALTHY
+            assert state_of(running)[0] is HealthState.UNHEALTHY
             await stream.aclose()
 
     with caplog.at_level(logging.CRITICAL):
@@ -128,7 +128,7 @@ def test_a_bug_with_one_request_is_that_requests_failure(caplog: pytest.LogCaptu
                 assert engine.aborted == ["bad"], "the engine may hold half of it"
                 engine.put(StepOutput(((RequestId("good"), Delta((5,), finish=FinishReason.STOP)),)))
                 assert (await anext(good)).token_ids == (5,)
-            assert state_of(running) == (State.READY, "")
+            assert state_of(running) == (HealthState.READY, "")
             assert not running.task.done()
 
     with caplog.at_level(logging.CRITICAL):

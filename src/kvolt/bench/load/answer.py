@@ -45,7 +45,7 @@ class _PromptDetails(msgspec.Struct):
     cached_tokens: int | None = None
 
 
-class Usage(msgspec.Struct):
+class ReportedUsage(msgspec.Struct):
     """Token counts of the server."""
 
     prompt_tokens: int | None = None
@@ -55,7 +55,7 @@ class Usage(msgspec.Struct):
 
 class _Chunk(msgspec.Struct):
     choices: list[_Choice] = []
-    usage: Usage | None = None
+    usage: ReportedUsage | None = None
     error: msgspec.Raw = msgspec.Raw(b"null")
 
 
@@ -89,7 +89,7 @@ class AnswerReader:
         self.first_s = self.second_s = self.last_s = 0.0
         """Arrival times of the first, second and last event with content, if there are so many."""
         self.max_gap_s = 0.0
-        self.usage: Usage | None = None
+        self.usage: ReportedUsage | None = None
         self.finish_reason: str | None = None
         self.error: str | None = None
         self.done = False

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvolt.bench.load.report import Report
+from kvolt.bench.load.report import BenchReport
 from kvolt.bench.load.tally import LATENCIES
 
 _CONFIDENCE = 0.95
@@ -41,7 +41,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
         return "better" if (self.low > 0.0) == self.more_is_better else "worse"
 
 
-def compare(first: Report, second: Report, seed: int = 0, num_draws: int = 1000) -> list[Change]:
+def compare(first: BenchReport, second: BenchReport, seed: int = 0, num_draws: int = 1000) -> list[Change]:
     """Changes of latencies with intervals, then of metrics with one value per run."""
     rng = np.random.Generator(np.random.PCG64(seed))
     changes = []
@@ -67,7 +67,7 @@ def compare(first: Report, second: Report, seed: int = 0, num_draws: int = 1000)
     return changes + _single_changes(first, second)
 
 
-def differing_settings(first: Report, second: Report) -> dict[str, tuple[object, object]]:
+def differing_settings(first: BenchReport, second: BenchReport) -> dict[str, tuple[object, object]]:
     """Settings that differ between the two runs."""
     names = [*first.settings, *(name for name in second.settings if name not in first.settings)]
     differing: dict[str, tuple[object, object]] = {
@@ -80,7 +80,7 @@ def differing_settings(first: Report, second: Report) -> dict[str, tuple[object,
     return differing
 
 
-def _values(report: Report, name: str) -> Values:
+def _values(report: BenchReport, name: str) -> Values:
     values = [getattr(each, name) for each in report.sampled]
     return np.array([value for value in values if value is not None], dtype=np.float64)
 
@@ -100,7 +100,7 @@ def _drawn_changes(ours: Values, theirs: Values, rng: np.random.Generator, num_d
     return np.hstack(parts)
 
 
-def _single_changes(first: Report, second: Report) -> list[Change]:
+def _single_changes(first: BenchReport, second: BenchReport) -> list[Change]:
     pairs = [
         ("requests/s", first.throughput.requests_per_s, second.throughput.requests_per_s, True),
         (

@@ -11,7 +11,7 @@ import msgspec
 from kvolt.bench.load.answer import AnswerReader, OnGap, error_message
 from kvolt.bench.load.sample import Failure, Sample
 from kvolt.core.errors import Cancelled, ConnectFailed, DeadlineExceeded, KvoltError, ProtocolError
-from kvolt.runtime.http.client_call import Call
+from kvolt.runtime.http.client_call import HttpCall
 
 _MAX_REFUSAL_BYTES = 64 << 10
 _FAILURES: dict[type[KvoltError], Failure] = {
@@ -49,7 +49,7 @@ class Exchange:
     ) -> None:
         self.plan = plan
         self.answer = AnswerReader(self._keep_gap, plan.keep_text)
-        self.call: Call | None = None
+        self.call: HttpCall | None = None
         self.timer: asyncio.TimerHandle | None = None
         self._origin_s = origin_s
         self._now = now

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from html import escape
 
 from kvolt.bench.load.histogram import Histogram
-from kvolt.bench.load.report import Report
+from kvolt.bench.load.report import BenchReport
 from kvolt.bench.load.report_text import LATENCY_NAMES, facts, latency_rows
 from kvolt.bench.load.svg import Point, Series, plot
 
@@ -40,7 +40,7 @@ svg text.limit { fill: #dc2626; }
 """
 
 
-def html_page(report: Report, more: Sequence[str] = ()) -> str:
+def html_page(report: BenchReport, more: Sequence[str] = ()) -> str:
     """HTML page of a report. `more` are additional HTML sections before the settings."""
     title = f"{report.model}: {'interrupted ' if report.is_interrupted else ''}load of {report.url}"
     started = "on virtual time"
@@ -84,7 +84,7 @@ def _cells(kind: str, texts: Sequence[str]) -> str:
     return "".join(f"<{kind}>{escape(text)}</{kind}>" for text in texts)
 
 
-def _plots(report: Report) -> list[str]:
+def _plots(report: BenchReport) -> list[str]:
     limits = report.sla or {}
     plots = []
     for name in ("ttft", "itl", "e2e"):
@@ -103,7 +103,7 @@ def _plots(report: Report) -> list[str]:
     return plots + _timeline_plots(report)
 
 
-def _timeline_plots(report: Report) -> list[str]:
+def _timeline_plots(report: BenchReport) -> list[str]:
     line = report.timeline
     in_flight: list[Point] = []
     now = 0

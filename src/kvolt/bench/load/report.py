@@ -50,7 +50,7 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int | None
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
     """One run. Times in seconds."""
 
     format: str = FORMAT
@@ -88,7 +88,7 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     open_loop: bool
 
 
-def make_report(facts: RunFacts, tally: Tally) -> Report:
+def make_report(facts: RunFacts, tally: Tally) -> BenchReport:
     window_s = tally.window_s
 
     def per_s(number: float) -> float:
@@ -96,7 +96,7 @@ def make_report(facts: RunFacts, tally: Tally) -> Report:
 
     num_judged = tally.num_complete + tally.num_failed
     has_sla = tally.sla is not None
-    return Report(
+    return BenchReport(
         url=facts.url,
         model=facts.model,
         started_at=facts.started_at,
@@ -158,14 +158,14 @@ def _warnings(facts: RunFacts, tally: Tally) -> list[str]:
     return warnings
 
 
-def encode_report(report: Report) -> bytes:
+def encode_report(report: BenchReport) -> bytes:
     return msgspec.json.format(msgspec.json.encode(report), indent=0) + b"\n"
 
 
-def decode_report(data: bytes, name: str) -> Report:
+def decode_report(data: bytes, name: str) -> BenchReport:
     """Decode a report. Raises ConfigError with the file name if it is invalid."""
     try:
-        report = msgspec.json.decode(data, type=Report)
+        report = msgspec.json.decode(data, type=BenchReport)
     except msgspec.MsgspecError as error:
         raise ConfigError(
             f"{name} is not a kvolt bench report: {error}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvolt.bench.load.compare import Change
 from kvolt.bench.load.histogram import Summary
-from kvolt.bench.load.report import Report
+from kvolt.bench.load.report import BenchReport
 
 LATENCY_NAMES = {
     "ttft": "time to first token",
@@ -18,7 +18,7 @@ _NOTABLE_S = 0.005
 _COLUMNS = ("mean", "p50", "p90", "p95", "p99", "p99.9", "max")
 
 
-def latency_rows(report: Report) -> list[list[str]]:
+def latency_rows(report: BenchReport) -> list[list[str]]:
     """Header and one row per latency, in milliseconds."""
     rows = [["", *_COLUMNS]]
     for name, summary in report.latencies.items():
@@ -30,7 +30,7 @@ def latency_rows(report: Report) -> list[list[str]]:
     return rows
 
 
-def facts(report: Report) -> list[tuple[str, str]]:
+def facts(report: BenchReport) -> list[tuple[str, str]]:
     """All values except latencies, as names and values."""
     counts, flow = report.counts, report.throughput
     requests = f"{counts.complete} complete, {counts.failed} failed"

@@ -19,7 +19,7 @@ from kvolt.bench.load.bodies import RequestMaker
 from kvolt.bench.load.exchange import Exchange, RequestPlan
 from kvolt.bench.load.sample import Sample
 from kvolt.bench.load.tally import Tally
-from kvolt.bench.load.workloads import Prompt, Session, Workload
+from kvolt.bench.load.workloads import Prompt, UserSession, Workload
 from kvolt.core.errors import Cancelled, DeadlineExceeded
 from kvolt.runtime.http.client import HttpClient
 
@@ -52,7 +52,7 @@ class _User:
     """A session and its current turn."""
 
     number: int
-    session: Session
+    session: UserSession
     turn: int = 0
 
 

@@ -42,7 +42,7 @@ class Prompt(msgspec.Struct, frozen=True):
     output_tokens: int
 
 
-class Session(Protocol):
+class UserSession(Protocol):
     """Consecutive requests of one user."""
 
     @property
@@ -63,7 +63,7 @@ class Session(Protocol):
 class Workload(Protocol):
     """Numbered sessions."""
 
-    def session(self, number: int) -> Session | None:
+    def session(self, number: int) -> UserSession | None:
         """Return session `number`; None after the last one."""
         ...
 
@@ -126,7 +126,7 @@ class Synthetic:
         self._seed = seed
         self._prefix = lru_cache(maxsize=_KEPT_PREFIXES)(self._make_prefix)
 
-    def session(self, number: int) -> Session:
+    def session(self, number: int) -> UserSession:
         shape = self._shape
         lengths = _rng(self._seed, _LENGTHS, number)
         num_input, num_output = shape.input.draw(lengths), shape.output.draw(lengths)
@@ -155,7 +155,7 @@ class Chats:
         self._think_s = think_s
         self._seed = seed
 
-    def session(self, number: int) -> Session:
+    def session(self, number: int) -> UserSession:
         shape = self._shape
         lengths, own = _rng(self._seed, _LENGTHS, number), _rng(self._seed, _OWN, number)
         questions = []
@@ -205,7 +205,7 @@ class FromTrace:
         self._num_ids = end - self._first
         self._speed = speed
 
-    def session(self, number: int) -> Session | None:
+    def session(self, number: int) -> UserSession | None:
         return _Replay(self, self._sessions[number]) if number < len(self._sessions) else None
 
     def turn(self, place: int) -> tuple[Prompt, float]:

@@ -17,7 +17,7 @@ import msgspec
 from kvolt.bench.load.bodies import Endpoint, RequestMaker
 from kvolt.bench.load.compare import compare, differing_settings
 from kvolt.bench.load.page import html_page
-from kvolt.bench.load.report import Report, RunFacts, decode_report, make_report
+from kvolt.bench.load.report import BenchReport, RunFacts, decode_report, make_report
 from kvolt.bench.load.runner import LoadRun, Pace
 from kvolt.bench.load.sample import Rows
 from kvolt.bench.load.sla import parse_sla
@@ -37,7 +37,7 @@ from kvolt.cli.bench.flags import (
     trace_records,
     workload_of,
 )
-from kvolt.cli.bench.screen import Progress, open_rows, output_report, print_changes, print_report
+from kvolt.cli.bench.screen import BenchProgress, open_rows, output_report, print_changes, print_report
 from kvolt.cli.chat.client import ChatClient
 from kvolt.cli.flags import option, switch
 from kvolt.cli.health import api_url
@@ -110,7 +110,7 @@ class _Plan:
 def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
     plan = _plan(args, loaded)
     folder = Path(args.out) if args.out else None
-    reports: list[Report] = []
+    reports: list[BenchReport] = []
     with ExitStack() as files:
         rows = open_rows(folder, args.force, files) if folder is not None else None
 
@@ -138,7 +138,7 @@ def _plan(args: argparse.Namespace, loaded: LoadedConfig) -> _Plan:
     )
 
 
-async def _measure(args: argparse.Namespace, plan: _Plan, rows: Rows | None) -> Report:
+async def _measure(args: argparse.Namespace, plan: _Plan, rows: Rows | None) -> BenchReport:
     clock = SystemClock()
     tally = plan.tally
     model = await _find_model(plan.server, args.model, plan.connect_s)
@@ -154,7 +154,7 @@ async def _measure(args: argparse.Namespace, plan: _Plan, rows: Rows | None) -> 
         if rows is not None:
             load.on_sample = rows.add
         started_at = clock.wall()
-        show = None if args.quiet else Progress(load, tally).show()
+        show = None if args.quiet else BenchProgress(load, tally).show()
         await run_until_signal(load.run(), load.end, show)
     facts = RunFacts(
         url=plan.server.text,
@@ -209,7 +209,7 @@ def _compare(args: argparse.Namespace) -> int:
     return 0
 
 
-def _read_report(name: str) -> Report:
+def _read_report(name: str) -> BenchReport:
     path = Path(name)
     try:
         path = path / "report.json" if path.is_dir() else path

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvolt.bench.load.compare import Change
-from kvolt.bench.load.report import Report, encode_report
+from kvolt.bench.load.report import BenchReport, encode_report
 from kvolt.bench.load.report_text import LATENCY_NAMES, change_rows, facts, latency_rows, milliseconds
 from kvolt.bench.load.runner import LoadRun
 from kvolt.bench.load.sample import Rows
@@ -26,7 +26,7 @@ _LIVE_S = 1.0
 WRITTEN = "report.json, report.html, requests.csv"
 
 
-class Progress:
+class BenchProgress:
     """Progress of a run, written to stderr; stdout is for results."""
 
     def __init__(self, run: LoadRun, tally: Tally) -> None:
@@ -74,7 +74,7 @@ class Progress:
         return Group(bar, table)
 
 
-def print_report(report: Report) -> None:
+def print_report(report: BenchReport) -> None:
     console = stdout_console()
     title = f"{report.model} at {report.url}" + ("  (interrupted)" if report.is_interrupted else "")
     console.print(Text(title, style="bold"))
@@ -127,7 +127,7 @@ def open_rows(folder: Path, force: bool, files: ExitStack) -> Rows:
         raise unwritable(folder, error) from error
 
 
-def _write_report(folder: Path, report: Report, page: str) -> None:
+def _write_report(folder: Path, report: BenchReport, page: str) -> None:
     """Write report.json and report.html."""
     try:
         (folder / "report.json").write_bytes(encode_report(report))
@@ -142,7 +142,7 @@ def unwritable(folder: Path, error: OSError) -> ConfigError:
 
 
 def output_report(
-    report: Report, page: str, show: Callable[[], None], folder: Path | None, as_json: bool
+    report: BenchReport, page: str, show: Callable[[], None], folder: Path | None, as_json: bool
 ) -> int:
     """Write the report to `folder`, if any, and print it; return the exit code of the run."""
     if folder is not None:

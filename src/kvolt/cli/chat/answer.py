@@ -4,27 +4,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvolt.cli.chat.stream import CallPiece, Piece, Usage
+from kvolt.cli.chat.stream import CallPiece, ChatUsage, Piece
 
 
 @dataclass(slots=True)
-class Call:
+class ChatToolCall:
     id: str = ""
     name: str = ""
     arguments: str = ""
 
 
 @dataclass(slots=True)
-class Answer:
+class ChatAnswer:
     """A streamed answer with the arrival times of its pieces, in seconds of one clock."""
 
     sent_at: float
     first_at: float | None = None
     last_at: float | None = None
     finish: str | None = None
-    usage: Usage | None = None
+    usage: ChatUsage | None = None
     num_pieces: int = 0
-    calls: dict[int, Call] = field(default_factory=dict)
+    calls: dict[int, ChatToolCall] = field(default_factory=dict)
     _content: list[str] = field(default_factory=list)
 
     @property
@@ -48,7 +48,7 @@ class Answer:
         self.usage = piece.usage or self.usage
 
     def _add_call(self, part: CallPiece) -> None:
-        call = self.calls.setdefault(part.index, Call(id=f"call_{part.index}"))
+        call = self.calls.setdefault(part.index, ChatToolCall(id=f"call_{part.index}"))
         call.id = part.id or call.id
         call.name += part.name
         call.arguments += part.arguments

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TextIO
 
 from kvolt.cli.chat import session as session_actions
-from kvolt.cli.chat.answer import Answer, sendable
+from kvolt.cli.chat.answer import ChatAnswer, sendable
 from kvolt.cli.chat.client import ChatClient
 from kvolt.cli.chat.screen import Screen
-from kvolt.cli.chat.session import COMMANDS, Action, Composer, Session
+from kvolt.cli.chat.session import COMMANDS, Action, ChatSession, Composer
 from kvolt.cli.flags import option, repeated
 from kvolt.cli.health import add_server_flags, api_url
 from kvolt.core.errors import ConfigError, ConnectFailed, Fault, KvoltError
@@ -124,7 +124,9 @@ def choose_model(
             screen.problem(f"no model {typed}{nearest(typed, models)}")
 
 
-async def receive(session: Session, client: ChatClient, screen: Screen, answer: Answer, clock: Clock) -> None:
+async def receive(
+    session: ChatSession, client: ChatClient, screen: Screen, answer: ChatAnswer, clock: Clock
+) -> None:
     """Send the conversation and show the answer as it streams; `answer` collects it, also if this fails."""
     try:
         async with aclosing(client.stream(session.body())) as pieces:
@@ -135,9 +137,9 @@ async def receive(session: Session, client: ChatClient, screen: Screen, answer: 
         screen.end()
 
 
-def answer_once(session: Session, client: ChatClient, screen: Screen, question: str, clock: Clock) -> int:
+def answer_once(session: ChatSession, client: ChatClient, screen: Screen, question: str, clock: Clock) -> int:
     session.question = question
-    answer = Answer(sent_at=clock.monotonic())
+    answer = ChatAnswer(sent_at=clock.monotonic())
     asyncio.run(receive(session, client, screen, answer, clock))
     if sys.stderr.isatty():
         screen.note(answer.summary())
@@ -149,7 +151,7 @@ class Chat:
 
     def __init__(
         self,
-        session: Session,
+        session: ChatSession,
         client: ChatClient,
         screen: Screen,
         read_line: Callable[[str], str],
@@ -204,7 +206,7 @@ class Chat:
         return True
 
     def _send(self) -> None:
-        answer = Answer(sent_at=self._clock.monotonic())
+        answer = ChatAnswer(sent_at=self._clock.monotonic())
         try:
             asyncio.run(receive(self._session, self._client, self._screen, answer, self._clock))
         except KeyboardInterrupt:
@@ -278,8 +280,8 @@ def _piped(stdin: TextIO) -> str:
     return data.decode(errors="replace").strip("\n")
 
 
-def _session(args: argparse.Namespace, model: str) -> Session:
-    session = Session(sendable(model), sendable(args.system) if args.system else None)
+def _session(args: argparse.Namespace, model: str) -> ChatSession:
+    session = ChatSession(sendable(model), sendable(args.system) if args.system else None)
     for assignment in args.set:
         name, equals, text = sendable(assignment).partition("=")
         outcome = session.set_option(name.strip(), text.strip())

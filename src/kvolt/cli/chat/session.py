@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from kvolt.cli.chat.answer import Answer, counted, sendable
+from kvolt.cli.chat.answer import ChatAnswer, counted, sendable
 from kvolt.runtime.config.loader import nearest
 
 _FLOATS = (
@@ -56,7 +56,7 @@ def unknown_field(name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class ChatMessage:
     """A complete input. Verbatim text is never a command."""
 
     text: str
@@ -81,7 +81,7 @@ class Composer:
         self._lines.clear()
         self._quoted = False
 
-    def feed(self, line: str) -> Message | None:
+    def feed(self, line: str) -> ChatMessage | None:
         if not self.is_open and line.lstrip().startswith(self._QUOTES):
             self._quoted = True
             line = line.lstrip().removeprefix(self._QUOTES)
@@ -94,7 +94,7 @@ class Composer:
         if not ends:
             return None
         text = sendable("\n".join(self._lines)).strip()
-        message = Message(text, self._quoted) if text else None
+        message = ChatMessage(text, self._quoted) if text else None
         self.reset()
         return message
 
@@ -141,7 +141,7 @@ Action = Ask | Say | Complain | UseModel | Save | Leave
 @dataclass(frozen=True, slots=True)
 class Turn:
     question: str
-    answer: Answer
+    answer: ChatAnswer
 
 
 @dataclass(slots=True)
@@ -152,7 +152,7 @@ class _Totals:
     first_token_s: float = 0.0
 
 
-class Session:
+class ChatSession:
     """A conversation. A question stays pending until it is answered, so that /retry can resend it."""
 
     def __init__(self, model: str, system: str | None = None) -> None:
@@ -163,7 +163,7 @@ class Session:
         self.question: str | None = None
         self._totals = _Totals()
 
-    def handle(self, message: Message) -> Action:
+    def handle(self, message: ChatMessage) -> Action:
         text = message.text
         if message.verbatim or not text.startswith("/"):
             self.question = text
@@ -177,7 +177,7 @@ class Session:
             )
         return command.run(self, rest.strip())
 
-    def answered(self, answer: Answer) -> None:
+    def answered(self, answer: ChatAnswer) -> None:
         """Record the answer to the pending question, complete or stopped by the user."""
         if self.question is None:
             return
@@ -310,7 +310,7 @@ class Session:
         return Say("\n".join(lines))
 
 
-def _assistant(answer: Answer) -> dict[str, Any]:
+def _assistant(answer: ChatAnswer) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": answer.content}
     if answer.calls:
         message["tool_calls"] = [
@@ -333,25 +333,29 @@ def _json(value: Any) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class ChatCommand:
     usage: str
     help: str
-    run: Callable[[Session, str], Action]
+    run: Callable[[ChatSession, str], Action]
 
 
-COMMANDS: dict[str, Command] = {
-    "/help": Command("/help", "list the commands", Session._help),
-    "/exit": Command("/exit", "exit (also Ctrl-D)", Session._exit),
-    "/clear": Command("/clear", "remove all turns; keep system message and fields", Session._clear),
-    "/model": Command("/model [NAME]", "switch the model; without NAME, list models", Session._model),
-    "/system": Command("/system [TEXT]", "show or set the system message; - removes it", Session._system),
-    "/set": Command(
-        "/set [NAME VALUE]", "set a request field, e.g. /set temperature 0.2; - removes it", Session._set
+COMMANDS: dict[str, ChatCommand] = {
+    "/help": ChatCommand("/help", "list the commands", ChatSession._help),
+    "/exit": ChatCommand("/exit", "exit (also Ctrl-D)", ChatSession._exit),
+    "/clear": ChatCommand("/clear", "remove all turns; keep system message and fields", ChatSession._clear),
+    "/model": ChatCommand("/model [NAME]", "switch the model; without NAME, list models", ChatSession._model),
+    "/system": ChatCommand(
+        "/system [TEXT]", "show or set the system message; - removes it", ChatSession._system
     ),
-    "/retry": Command("/retry", "send the last question again", Session._retry),
-    "/undo": Command("/undo", "remove the last question and its answer", Session._undo),
-    "/save": Command("/save FILE", "save the conversation; FILE.json as a request body", Session._save),
-    "/stats": Command("/stats", "show token counts and latencies", Session._stats),
+    "/set": ChatCommand(
+        "/set [NAME VALUE]", "set a request field, e.g. /set temperature 0.2; - removes it", ChatSession._set
+    ),
+    "/retry": ChatCommand("/retry", "send the last question again", ChatSession._retry),
+    "/undo": ChatCommand("/undo", "remove the last question and its answer", ChatSession._undo),
+    "/save": ChatCommand(
+        "/save FILE", "save the conversation; FILE.json as a request body", ChatSession._save
+    ),
+    "/stats": ChatCommand("/stats", "show token counts and latencies", ChatSession._stats),
 }
 _ALIASES = {"/quit": "/exit", "/?": "/help"}
 _KEYS = (

@@ -15,7 +15,7 @@ from kvolt.core.errors import KvoltError, ProtocolError
 _MESSAGE_LIMIT_CHARS = 500
 
 
-class Usage(msgspec.Struct, frozen=True):
+class ChatUsage(msgspec.Struct, frozen=True):
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
@@ -36,7 +36,7 @@ class Piece(msgspec.Struct, frozen=True):
     reasoning: str = ""
     calls: tuple[CallPiece, ...] = ()
     finish: str | None = None
-    usage: Usage | None = None
+    usage: ChatUsage | None = None
 
 
 class _Function(msgspec.Struct):
@@ -67,7 +67,7 @@ class _Choice(msgspec.Struct):
 
 class _Chunk(msgspec.Struct):
     choices: list[_Choice] | None = None
-    usage: Usage | None = None
+    usage: ChatUsage | None = None
 
 
 class ChunkReader:

@@ -14,7 +14,7 @@ from typing import Literal
 
 import msgspec
 
-from kvolt.core.card import Link
+from kvolt.core.card import MeasuredLink
 from kvolt.core.errors import KvoltError
 from kvolt.transfer.agent import TransferAgent, TransferOptions
 from kvolt.transfer.paths import nixl_library
@@ -79,14 +79,14 @@ def tried_finding(path: str, options: TransferOptions, facts: MachineFacts) -> F
     return Finding(_name(path), "ok", f"works: {link.bytes_per_s / 1e9:.2g} GB/s between two agents here")
 
 
-async def _try(options: TransferOptions, facts: MachineFacts) -> dict[str, Link]:
-    links: dict[str, Link] = {}
+async def _try(options: TransferOptions, facts: MachineFacts) -> dict[str, MeasuredLink]:
+    links: dict[str, MeasuredLink] = {}
     for _ in range(_TRIES):
         links = links or await _try_once(options, facts)
     return links
 
 
-async def _try_once(options: TransferOptions, facts: MachineFacts) -> dict[str, Link]:
+async def _try_once(options: TransferOptions, facts: MachineFacts) -> dict[str, MeasuredLink]:
     loop, tested = asyncio.get_running_loop(), asyncio.Event()
     with contextlib.ExitStack() as stack:
         source, target = new_slab(), new_slab()

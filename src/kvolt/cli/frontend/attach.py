@@ -26,7 +26,7 @@ from kvolt.engines.contract import EngineSpec
 from kvolt.engines.registry import build_engine, parse_argument
 from kvolt.engines.remote import RemoteEngine
 from kvolt.runtime.config.settings import Settings
-from kvolt.runtime.health import Health, State
+from kvolt.runtime.health import Health, HealthState
 from kvolt.runtime.network import join_address, split_address
 from kvolt.runtime.runtime import Runtime
 from kvolt.runtime.tasks import Scope, TaskGroup
@@ -143,14 +143,14 @@ class Attached:
                 await server.worker.start()
                 self._was_any_attached = server.has_started = True
                 if server.unreachable_reason is None:
-                    server.part.health.set("server", State.READY)
+                    server.part.health.set("server", HealthState.READY)
                 await server.worker.run()
                 return
             except KvoltError as error:
                 server.failure = error
                 if not self._was_any_attached and all(each.failure is not None for each in self._servers):
                     raise
-                server.part.health.set("server", State.CORDONED, error.message)
+                server.part.health.set("server", HealthState.CORDONED, error.message)
                 if error.message != logged:
                     logged = error.message
                     log.error(
@@ -182,7 +182,9 @@ class Attached:
 
         def on_health(reason: str | None) -> None:
             server.unreachable_reason = reason
-            part.health.set("server", State.READY if reason is None else State.CORDONED, reason or "")
+            part.health.set(
+                "server", HealthState.READY if reason is None else HealthState.CORDONED, reason or ""
+            )
             if not self._task_group.closed:
                 self._task_group.start(self._update_state(server), f"state {engine.url}")
 
@@ -208,7 +210,7 @@ class _PartHealth(Health):
         self._whole = whole
         self._name = name
 
-    def set(self, name: str, state: State, reason: str = "", required: bool = True) -> None:
+    def set(self, name: str, state: HealthState, reason: str = "", required: bool = True) -> None:
         super().set(name, state, reason, required)
         self._whole.set(f"{self._name} {name}", state, reason, required=False)
 

@@ -22,7 +22,7 @@ from kvolt.frontend.admin.explain import RouteExplainer
 from kvolt.frontend.admin.lora_admin import load_adapter, unload_adapter
 from kvolt.frontend.admin.trace_recorder import TraceRecorder
 from kvolt.frontend.admin.worker_commands import clear_kv_blocks
-from kvolt.frontend.admission import Admission, WorkerLoads
+from kvolt.frontend.admission import Admission, LatestLoads
 from kvolt.frontend.app import build_server
 from kvolt.frontend.generate import GenerateOptions
 from kvolt.frontend.model import ModelOptions
@@ -212,7 +212,7 @@ async def serve_http(process: Process, settings: Settings, member: Member | None
         _new_router(settings, link),
     )
     access = await open_access(process, member is None or member.slot == 0)
-    loads = WorkerLoads()
+    loads = LatestLoads()
     admission = Admission(loads, frontend.max_requests, membership.slot if membership is not None else None)
     recorder = TraceRecorder(runtime.ports.clock.monotonic)
     server = build_server(

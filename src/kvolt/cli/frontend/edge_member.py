@@ -11,7 +11,7 @@ from kvolt.frontend.admission import Admission
 from kvolt.frontend.model import count_workers
 from kvolt.frontend.models import Models
 from kvolt.frontend.shared_count import EDGE_DETAILS, SharedCounts, SharedSlot
-from kvolt.frontend.siblings import Group, Siblings, sibling_endpoint
+from kvolt.frontend.siblings import SiblingGroup, Siblings, sibling_endpoint
 from kvolt.router.service.link import RouterLink
 
 SETTLE_S = 5.0
@@ -43,7 +43,7 @@ class Membership:
         self._siblings = Siblings(
             self._process.runtime,
             sibling_endpoint(settings.namespace, self._member.group),
-            Group(self._member.slot, self._counts.num_slots),
+            SiblingGroup(self._member.slot, self._counts.num_slots),
             admission,
             self._process.metrics.registry,
             settings.metrics.aliases,

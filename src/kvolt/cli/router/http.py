@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvolt.cli.process import Process
-from kvolt.engines.kv_formats.schema import Engine
+from kvolt.engines.kv_formats.schema import SourceEngine
 from kvolt.engines.kv_formats.translator import Translator
 from kvolt.router.policy.registry import find_policy
 from kvolt.router.service.http_service import RouterHttp, Translate
@@ -40,7 +40,7 @@ def router_http(process: Process, host: str, policy: str) -> RouterHttp:
         network,
         ports.clock,
         new_standalone,
-        {engine.value: partial(_translate, engine) for engine in Engine},
+        {engine.value: partial(_translate, engine) for engine in SourceEngine},
         process.metrics.render,
         process.metrics.http_observer("router"),
     )
@@ -49,7 +49,7 @@ def router_http(process: Process, host: str, policy: str) -> RouterHttp:
     return service
 
 
-def _translate(engine: Engine, block_size: int) -> Translate:
+def _translate(engine: SourceEngine, block_size: int) -> Translate:
     return Translator(engine, block_size, max_bytes=_NAME_BYTES).translate
 
 

@@ -22,7 +22,7 @@ from kvolt.cli.twin.flags import add_cluster, records_of, report_settings, setti
 from kvolt.core.errors import ConfigError
 from kvolt.runtime.config.loader import LoadedConfig
 from kvolt.runtime.host.cores import usable_cores
-from kvolt.twin.axes import Point, Setup, check_axes, parse_axis, points_of, setup_of
+from kvolt.twin.axes import Point, PointSetup, check_axes, parse_axis, points_of, setup_of
 from kvolt.twin.objectives import check_objectives, default_objectives
 from kvolt.twin.points import PointResult, PointsFile, point_digest, trace_digest
 from kvolt.twin.sweep_report import SweepReport, csv_text, pareto_digests, point_rows, sweep_page
@@ -71,7 +71,7 @@ class _Plan:
 
     axes: dict[str, list[Any]]
     points: list[Point]
-    setups: list[Setup]
+    setups: list[PointSetup]
     digests: list[str]
     common: Common
     objectives: list[str]
@@ -119,7 +119,7 @@ def _plan(args: argparse.Namespace) -> _Plan:
     sla = parse_sla(args.sla) if args.sla else None
     objectives = list(dict.fromkeys(args.objective)) or default_objectives(sla is not None)
     check_objectives(objectives, sla is not None)
-    base = Setup(settings=settings_of(args))
+    base = PointSetup(settings=settings_of(args))
     points = points_of(axes, args.sample, args.seed)
     setups = [setup_of(base, point) for point in points]
     records = records_of(args)

@@ -22,7 +22,7 @@ from kvolt.core.errors import ConfigError, DiscoveryLost
 from kvolt.engines.contract import Engine
 from kvolt.runtime.discovery.port import Discovery, LeaseId, WatchEvent
 from kvolt.runtime.events.port import EventPlane, EventStream
-from kvolt.runtime.health import Health, State
+from kvolt.runtime.health import Health, HealthState
 from kvolt.runtime.network import join_address, split_address
 from kvolt.runtime.runtime import Runtime
 from kvolt.runtime.tasks import Scope
@@ -36,7 +36,13 @@ _HISTORY_BYTES = 64 << 20
 _MIN_HISTORY_BYTES = 64 << 10
 _PROCESS_FILES = 256
 _FILES_PER_WORKER = 32
-_WORST_FIRST = (State.UNHEALTHY, State.STARTING, State.DRAINING, State.CORDONED, State.READY)
+_WORST_FIRST = (
+    HealthState.UNHEALTHY,
+    HealthState.STARTING,
+    HealthState.DRAINING,
+    HealthState.CORDONED,
+    HealthState.READY,
+)
 
 
 class WorkerFleet:
@@ -57,7 +63,7 @@ class WorkerFleet:
             options, kv_history_bytes=min(options.kv_history_bytes, history)
         )
         self._count = count
-        self._states: Counter[State] = Counter({State.STARTING: count})
+        self._states: Counter[HealthState] = Counter({HealthState.STARTING: count})
         self.workers: list[Worker] = []
         """Workers NAME-0, NAME-1, ... in this order."""
 
@@ -130,7 +136,7 @@ class WorkerFleet:
 
     # --- health
 
-    def _on_health(self, before: State, now: State) -> None:
+    def _on_health(self, before: HealthState, now: HealthState) -> None:
         self._states[before] -= 1
         self._states[now] += 1
         self._update_health()
@@ -139,7 +145,7 @@ class WorkerFleet:
         """Set the health of the process to that of its worst worker."""
         worst = next(state for state in _WORST_FIRST if self._states[state])
         number = self._states[worst]
-        reason = "" if worst is State.READY else f"{number} of {self._count} workers"
+        reason = "" if worst is HealthState.READY else f"{number} of {self._count} workers"
         self._process.runtime.health.set("workers", worst, reason)
 
 
@@ -162,12 +168,12 @@ class FleetMetrics(Collector):
 class _PartHealth(Health):
     """Health checks of one worker; calls `on_change` when the worst state changes."""
 
-    def __init__(self, on_change: Callable[[State, State], None]) -> None:
+    def __init__(self, on_change: Callable[[HealthState, HealthState], None]) -> None:
         super().__init__()
         self._on_change = on_change
-        self._worst = State.STARTING
+        self._worst = HealthState.STARTING
 
-    def set(self, name: str, state: State, reason: str = "", required: bool = True) -> None:
+    def set(self, name: str, state: HealthState, reason: str = "", required: bool = True) -> None:
         super().set(name, state, reason, required)
         self._update()
 
@@ -176,7 +182,7 @@ class _PartHealth(Health):
         self._update()
 
     def _update(self) -> None:
-        states = {check.state for check in self._checks.values()} or {State.STARTING}
+        states = {check.state for check in self._checks.values()} or {HealthState.STARTING}
         before, self._worst = self._worst, next(state for state in _WORST_FIRST if state in states)
         if before is not self._worst:
             self._on_change(before, self._worst)

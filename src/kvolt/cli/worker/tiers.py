@@ -25,7 +25,7 @@ from kvolt.kv.object_store.tier import ObjectTier
 from kvolt.kv.peers.server import PeerServer
 from kvolt.kv.peers.tier import PeerTier
 from kvolt.kv.shared_pool.tier import PoolTier
-from kvolt.kv.tiers.admission import Admission
+from kvolt.kv.tiers.admission import TierAdmission
 from kvolt.kv.tiers.cache import TieredCache
 from kvolt.kv.tiers.lower_tier import LowerTier
 from kvolt.kv.tiers.sizes import Watermarks, parse_capacity
@@ -84,7 +84,7 @@ def tiering_of(
         cache = TieredCache.for_slabs(slabs, num_host, lower, tiers.eviction, direct)
         cache.host.set_pending_share(tiers.host_high_water)
         peers = None if agent is None or peer_tier is None else (peer_tier, PeerServer(cache.host, agent))
-        admission = Admission(tiers.depth or None, tiers.min_priority, tiers.tenants)
+        admission = TierAdmission(tiers.depth or None, tiers.min_priority, tiers.tenants)
         step_tokens = info.capacity.max_batch_tokens
         return Tiering(
             tiered, cache, now, publish, info.step_model, info.block_size, step_tokens, peers, admission

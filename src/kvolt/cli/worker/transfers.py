@@ -7,7 +7,7 @@ import os
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-from kvolt.core.card import Link
+from kvolt.core.card import MeasuredLink
 from kvolt.engines.contract import KvAddressable
 from kvolt.runtime.config.settings import TransferSettings
 from kvolt.runtime.network import split_address
@@ -23,7 +23,7 @@ LINKS_INTERVAL_S = 10.0
 MAX_LINKS = 32
 """Maximum number of links in a registration: the most recently used."""
 
-LinksListener = Callable[[dict[str, Link]], Awaitable[None]]
+LinksListener = Callable[[dict[str, MeasuredLink]], Awaitable[None]]
 
 
 class Transfers:

@@ -16,7 +16,7 @@ import zmq
 import zmq.asyncio
 
 from kvolt.core.kv_events import Cleared, KvChange
-from kvolt.engines.kv_formats.schema import Engine
+from kvolt.engines.kv_formats.schema import SourceEngine
 from kvolt.engines.kv_formats.translator import Translator
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class KvFeed:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: SourceEngine,
         block_size: int,
         endpoint: str,
         replay_endpoint: str | None = None,

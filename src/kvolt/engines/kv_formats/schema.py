@@ -17,7 +17,7 @@ EngineHash = int | bytes
 """An engine's hash of a block, a signed or unsigned number or a byte string; opaque."""
 
 
-class Engine(StrEnum):
+class SourceEngine(StrEnum):
     """The engine that sent the events. Their array forms differ; the maps are the same."""
 
     VLLM = "vllm"
@@ -118,15 +118,15 @@ _Row = _VllmStored | _SglangStored | _Removed | _Cleared
 
 _decode_batch = msgspec.msgpack.Decoder(_Batch).decode
 _decode_map = msgspec.msgpack.Decoder(EngineEvent).decode
-_DECODE_ROW: dict[Engine, Callable[[msgspec.Raw], _Row]] = {
-    Engine.VLLM: msgspec.msgpack.Decoder(_VllmStored | _Removed | _Cleared).decode,
-    Engine.SGLANG: msgspec.msgpack.Decoder(_SglangStored | _Removed | _Cleared).decode,
+_DECODE_ROW: dict[SourceEngine, Callable[[msgspec.Raw], _Row]] = {
+    SourceEngine.VLLM: msgspec.msgpack.Decoder(_VllmStored | _Removed | _Cleared).decode,
+    SourceEngine.SGLANG: msgspec.msgpack.Decoder(_SglangStored | _Removed | _Cleared).decode,
 }
 
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
-def decode_batch(payload: bytes, engine: Engine) -> EngineBatch:
+def decode_batch(payload: bytes, engine: SourceEngine) -> EngineBatch:
     """Decode a batch. MsgspecError if it is not a batch; events that cannot be decoded are only counted."""
     try:
         batch = _decode_batch(payload)

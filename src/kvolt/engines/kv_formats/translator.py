@@ -24,8 +24,8 @@ from kvolt.engines.kv_formats.schema import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
-    Engine,
     EngineHash,
+    SourceEngine,
     decode_batch,
 )
 
@@ -77,7 +77,7 @@ class Translator:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: SourceEngine,
         block_size: int,
         lora_name: Callable[[int | str], str | None] = lambda lora_id: None,
         max_bytes: int = MAX_BYTES,

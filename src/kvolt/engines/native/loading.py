@@ -25,7 +25,7 @@ from kvolt.engines.kv_exchange import BlockMemory
 from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.native.core import EngineCore
 from kvolt.engines.native.model.transformer import LoadOptions, Transformer
-from kvolt.engines.native.parallel import Group, Solo, TorchGroup, check_degree
+from kvolt.engines.native.parallel import RankGroup, Solo, TorchGroup, check_degree
 from kvolt.engines.native.runner import ModelRunner, attention_backend, set_threads, slab_in
 from kvolt.engines.native.setup import Setup, choose_setup, device_of, largest_step_bytes, memory_for_kv
 from kvolt.engines.native.slab import DTYPES, LAYOUT, KvSlab, RankSlabs, SlabShape
@@ -104,7 +104,7 @@ def build_core(
     checkpoint: Checkpoint,
     arguments: NativeArguments,
     hooks: CoreHooks,
-    group: Group | None = None,
+    group: RankGroup | None = None,
     tp_ranks: TpRanks | None = None,
 ) -> EngineCore:
     """Build a core from any checkpoint."""
@@ -221,7 +221,7 @@ def _measured_resources(device: torch.device) -> list[str]:
 
 
 def _slab(
-    config: ModelConfig, setup: Setup, arguments: NativeArguments, memory: KvMemory, group: Group
+    config: ModelConfig, setup: Setup, arguments: NativeArguments, memory: KvMemory, group: RankGroup
 ) -> KvSlab:
     one = SlabShape.of(config, 1, setup.block_size, setup.dtype, group.degree)
     count = arguments.kv_blocks

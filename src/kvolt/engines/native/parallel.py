@@ -21,7 +21,7 @@ _TIMEOUT = timedelta(minutes=10)
 """Timeout of a collective: the first one waits until the slowest rank has loaded its weights."""
 
 
-class Group(Protocol):
+class RankGroup(Protocol):
     """The group of a model's ranks, as seen by one of them."""
 
     rank: int

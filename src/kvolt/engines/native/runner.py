@@ -19,7 +19,7 @@ from kvolt.engines.native.batch import Batch, BatchBuilder
 from kvolt.engines.native.graphs import DecodeGraphs
 from kvolt.engines.native.model.attention_cpu import CpuAttention
 from kvolt.engines.native.model.transformer import Attention, LoadOptions, Transformer
-from kvolt.engines.native.parallel import Group
+from kvolt.engines.native.parallel import RankGroup
 from kvolt.engines.native.setup import Setup
 from kvolt.engines.native.slab import DTYPES, KvSlab, SlabShape
 from kvolt.models.checkpoint import Checkpoint
@@ -112,7 +112,7 @@ def rank_runner(
     checkpoint: Checkpoint,
     arguments: NativeArguments,
     setup: Setup,
-    group: Group,
+    group: RankGroup,
     num_blocks: int,
     memory: int | None,
 ) -> ModelRunner:
@@ -144,7 +144,7 @@ def slab_in(memory: int | None, shape: SlabShape, setup: Setup) -> KvSlab:
             os.close(memory)
 
 
-def attention_backend(slab: KvSlab, config: ModelConfig, device: torch.device, group: Group) -> Attention:
+def attention_backend(slab: KvSlab, config: ModelConfig, device: torch.device, group: RankGroup) -> Attention:
     scale = config.head_dim**-0.5
     if device.type == "cuda":
         from kvolt.engines.native.model.attention_cuda import CudaAttention

@@ -12,7 +12,7 @@ from kvolt.core.errors import ProtocolError, Unsupported
 from kvolt.core.request import Request
 from kvolt.engines.external.answers import ChoiceOutput
 from kvolt.engines.external.requests import OUTPUT_PENALTIES, check_resumable, refuse_extra
-from kvolt.engines.kv_formats.schema import Engine
+from kvolt.engines.kv_formats.schema import SourceEngine
 
 
 class AnswerReader(Protocol):
@@ -31,7 +31,7 @@ class AnswerReader(Protocol):
 
 
 class Dialect(Protocol):
-    kind: Engine
+    kind: SourceEngine
     path: str
     reports_cached_first: bool
     """Whether the first chunk contains the number of cached tokens; otherwise only the last one may."""

@@ -27,7 +27,7 @@ from kvolt.engines.external.kv_feed import KvFeed
 from kvolt.engines.remote.arguments import RemoteArguments
 from kvolt.engines.remote.card import card_of
 from kvolt.engines.remote.dialect import Dialect, check_supported
-from kvolt.engines.remote.exchange import Exchange, held_tokens, merge_outputs, without_cached_tokens
+from kvolt.engines.remote.exchange import EngineExchange, held_tokens, merge_outputs, without_cached_tokens
 from kvolt.engines.remote.health_watch import HealthWatch
 from kvolt.engines.remote.refusals import ENGINE, broken, refusal
 from kvolt.engines.remote.server import ServerFacts, inspect
@@ -48,7 +48,7 @@ _ENDPOINT = re.compile(r"tcp://[^*/\s]+:[1-9][0-9]{0,4}|ipc://[^*\s]{1,100}|inpr
 
 
 @dataclass(slots=True)
-class Attached:
+class ReachedServer:
     """A server that was reached."""
 
     facts: ServerFacts
@@ -60,7 +60,7 @@ class Attached:
     """Checked by the server."""
 
 
-class RemoteEngine(ExternalEngine[Attached]):
+class RemoteEngine(ExternalEngine[ReachedServer]):
     """See the module. For one event loop."""
 
     name = ENGINE
@@ -84,8 +84,8 @@ class RemoteEngine(ExternalEngine[Attached]):
         """Called with a reason when the server becomes unavailable, and with None when it is back."""
         self._away: str | None = None
         self._client: HttpClient | None = None
-        self._exchanges: dict[str, Exchange] = {}
-        self._unreported: dict[str, Exchange] = {}
+        self._exchanges: dict[str, EngineExchange] = {}
+        self._unreported: dict[str, EngineExchange] = {}
         """Exchanges with output for the next step."""
         self._own = OwnLoad()
         self._load_estimator = LoadEstimator(1, 0)
@@ -107,7 +107,7 @@ class RemoteEngine(ExternalEngine[Attached]):
             raise EngineFailed("the remote engine is not started", engine=ENGINE)
         return self._client
 
-    async def _launch(self) -> Attached:
+    async def _launch(self) -> ReachedServer:
         """Wait for the server and read its properties."""
         arguments = self._arguments
         self._client = HttpClient(self._server_url, connect_s=arguments.connect_timeout_s)
@@ -138,7 +138,7 @@ class RemoteEngine(ExternalEngine[Attached]):
             if facts.kind == "vllm"
             else SglangDialect(self.url, card.eos_token_ids)
         )
-        return Attached(facts, card, info, limits_of(info, card, arguments.max_waiting), dialect)
+        return ReachedServer(facts, card, info, limits_of(info, card, arguments.max_waiting), dialect)
 
     async def _first_facts(self) -> ServerFacts:
         arguments, server = self._arguments, self._server
@@ -169,7 +169,7 @@ class RemoteEngine(ExternalEngine[Attached]):
                     self.on_health(reason)
             await asyncio.sleep(arguments.probe_interval_s)
 
-    async def _start_tasks(self, running: Attached) -> None:
+    async def _start_tasks(self, running: ReachedServer) -> None:
         facts = running.facts
         self._load_estimator = LoadEstimator(facts.block_size, facts.num_blocks)
         self._last_load = self._load_estimator.load(self._own)
@@ -191,7 +191,7 @@ class RemoteEngine(ExternalEngine[Attached]):
 
     # --- requests
 
-    def _check_supported(self, request: Request, running: Attached) -> None:
+    def _check_supported(self, request: Request, running: ReachedServer) -> None:
         check_supported(request)
         if self._away is not None:
             raise Unavailable(f"{self.url} is away: {self._away}", reason="server_away")
@@ -206,7 +206,7 @@ class RemoteEngine(ExternalEngine[Attached]):
         for choice, body in zip(choices, bodies, strict=True):
             reader = dialect.reader(request, choice.index)
             num_input = len(request.token_ids) + len(request.prior_tokens_of(choice.index))
-            exchange = self._exchanges[choice.engine_id] = Exchange(self, choice, reader, num_input)
+            exchange = self._exchanges[choice.engine_id] = EngineExchange(self, choice, reader, num_input)
             if not dialect.reports_cached_first and self._arguments.kv_events is not None:
                 # Read now: by the first token the server has published the blocks of this prompt.
                 exchange.held_tokens = held_tokens(
@@ -227,7 +227,7 @@ class RemoteEngine(ExternalEngine[Attached]):
                 self._close_exchange(exchange)
         self._wakeup.set()
 
-    def _close_exchange(self, exchange: Exchange, is_answered: bool = False) -> None:
+    def _close_exchange(self, exchange: EngineExchange, is_answered: bool = False) -> None:
         """Stop counting an exchange and end its call. The connection of a complete answer is kept for reuse."""
         if self._exchanges.pop(exchange.choice.engine_id, None) is None:
             return
@@ -242,7 +242,7 @@ class RemoteEngine(ExternalEngine[Attached]):
 
     # --- output (ExchangeOwner)
 
-    def on_output(self, exchange: Exchange, output: ChoiceOutput) -> None:
+    def on_output(self, exchange: EngineExchange, output: ChoiceOutput) -> None:
         if not exchange.has_started:
             exchange.has_started = True
             self._own.waiting -= 1
@@ -258,7 +258,7 @@ class RemoteEngine(ExternalEngine[Attached]):
             self._close_exchange(exchange, exchange.is_answered)
         self._wakeup.set()
 
-    def on_failed(self, exchange: Exchange, error: KvoltError) -> None:
+    def on_failed(self, exchange: EngineExchange, error: KvoltError) -> None:
         self._close_exchange(exchange)
         self._fail_request(exchange.choice.request.request_id, error)
         self._wakeup.set()

@@ -18,7 +18,7 @@ from kvolt.core.request import Request
 from kvolt.engines.external.answers import Choice, ChoiceOutput
 from kvolt.engines.remote.dialect import AnswerReader
 from kvolt.engines.remote.refusals import ENGINE, broken, refusal
-from kvolt.runtime.http.client_call import Call
+from kvolt.runtime.http.client_call import HttpCall
 from kvolt.runtime.http.sse import DONE, EventReader
 
 _MAX_REFUSAL_BYTES = 64 << 10
@@ -29,12 +29,12 @@ class ExchangeOwner(Protocol):
 
     url: str
 
-    def on_output(self, exchange: Exchange, output: ChoiceOutput) -> None: ...
+    def on_output(self, exchange: EngineExchange, output: ChoiceOutput) -> None: ...
 
-    def on_failed(self, exchange: Exchange, error: KvoltError) -> None: ...
+    def on_failed(self, exchange: EngineExchange, error: KvoltError) -> None: ...
 
 
-class Exchange:
+class EngineExchange:
     """Implements `Receiver` of `runtime.http.client`."""
 
     __slots__ = (
@@ -59,7 +59,7 @@ class Exchange:
         self._status = 0
         self._body = b""
         self.choice = choice
-        self.call: Call | None = None
+        self.call: HttpCall | None = None
         self.num_tokens = num_input
         """Tokens on the server: input and output."""
         self.has_started = False

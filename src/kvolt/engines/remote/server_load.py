@@ -20,13 +20,13 @@ _LINE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
 _LABEL = re.compile(r'([A-Za-z_]\w*)="((?:[^"\\]|\\.)*)"')
 
 
-class Sample(msgspec.Struct, frozen=True):
+class MetricSample(msgspec.Struct, frozen=True):
     name: str
     labels: dict[str, str]
     value: float
 
 
-def samples(text: str) -> Iterator[Sample]:
+def samples(text: str) -> Iterator[MetricSample]:
     """Parse Prometheus' text format; invalid lines are skipped."""
     for line in text.splitlines():
         match = _LINE.match(line)
@@ -37,7 +37,7 @@ def samples(text: str) -> Iterator[Sample]:
         except ValueError:
             continue
         if isfinite(value):  # NaN: unknown
-            yield Sample(match[1], dict(_LABEL.findall(match[2] or "")), value)
+            yield MetricSample(match[1], dict(_LABEL.findall(match[2] or "")), value)
 
 
 class CacheFacts(msgspec.Struct, frozen=True):

@@ -16,7 +16,7 @@ from kvolt.core.request import Grammar, GrammarKind, Request
 from kvolt.engines.contract import COMMON_SAMPLING_FIELDS
 from kvolt.engines.external.answers import ChoiceOutput
 from kvolt.engines.external.requests import common_sampling, input_tokens
-from kvolt.engines.kv_formats.schema import Engine
+from kvolt.engines.kv_formats.schema import SourceEngine
 from kvolt.engines.kv_formats.translator import SALT_TAG
 from kvolt.engines.remote.dialect import malformed_chunk, seed_of, tokens_left
 from kvolt.engines.remote.refusals import ENGINE, error_in_stream
@@ -59,7 +59,7 @@ _decode = msgspec.json.Decoder(_Chunk).decode
 class VllmDialect:
     """See the module."""
 
-    kind = Engine.VLLM
+    kind = SourceEngine.VLLM
     path = "/v1/completions"
     reports_cached_first = False
     clear_path = "/reset_prefix_cache"

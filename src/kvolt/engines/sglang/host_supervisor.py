@@ -42,7 +42,7 @@ _MODULE = "kvolt.engines.sglang.host.host"
 CallCommand = Flush | LoadLora | UnloadLora
 
 
-class Link(Protocol):
+class HostLink(Protocol):
     """Connection to a host. Its messages go to the callback given at start."""
 
     lost: asyncio.Event
@@ -53,14 +53,14 @@ class Link(Protocol):
     def close(self) -> None: ...
 
 
-class Host(EngineHost, Protocol):
+class SupervisedHost(EngineHost, Protocol):
     """Interface of a host; replaced in tests."""
 
     @property
-    def link(self) -> Link: ...
+    def link(self) -> HostLink: ...
 
 
-NewHost = Callable[[Callable[[Answer], None]], Awaitable[Host]]
+NewHost = Callable[[Callable[[Answer], None]], Awaitable[SupervisedHost]]
 """Starts a host that sends its messages to the callback."""
 
 
@@ -103,7 +103,7 @@ class HostSupervisor:
         self._task_group = TaskGroup("sglang-host", self._on_error)
         self._fatal: KvoltError | None = None
         """Error that the host sent before it ended."""
-        self.host: Host | None = None
+        self.host: SupervisedHost | None = None
 
     async def start(self, spec: EngineSpec, arguments: SglangArguments, model: Path) -> Facts:
         """Start the host and load the model. Call `close` if this raises."""
@@ -117,7 +117,7 @@ class HostSupervisor:
         self._is_ready = True
         return facts
 
-    async def _watch(self, host: Host) -> None:
+    async def _watch(self, host: SupervisedHost) -> None:
         """Wait for the host's end; reads its last messages first."""
         how, output = await exit_report(host, host.link.lost)
         error = self._fatal or EngineFailed(f"SGLang's host {how}", engine="sglang")

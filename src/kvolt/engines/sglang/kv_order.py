@@ -14,7 +14,7 @@ from itertools import dropwhile
 from kvolt.core.kv_events import Cleared, KvChange
 from kvolt.engines.external.held_blocks import HeldBlocks
 from kvolt.engines.external.kv_feed import KvFeed
-from kvolt.engines.kv_formats.schema import Engine
+from kvolt.engines.kv_formats.schema import SourceEngine
 from kvolt.engines.sglang.host.messages import KvSource
 from kvolt.engines.wakeup import Wakeup
 
@@ -44,7 +44,7 @@ class KvOrder:
         return self._blocks.num_blocks
 
     def add(self, rank: int, source: KvSource, page_size: int) -> KvFeed:
-        feed = KvFeed(Engine.SGLANG, page_size, source.endpoint, source.replay_endpoint or None)
+        feed = KvFeed(SourceEngine.SGLANG, page_size, source.endpoint, source.replay_endpoint or None)
         self._feeds[rank] = feed
         return feed
 

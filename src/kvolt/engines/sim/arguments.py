@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from kvolt.core.latency import LatencyModel, OccupancyModel, scale_speed
 from kvolt.engines.prefills import HOLD_S
-from kvolt.engines.sim.links import Link
+from kvolt.engines.sim.links import SimLink
 from kvolt.engines.sim.model import SimModel, generated_model, model_with_tokenizer, read_template, sim_card
 from kvolt.engines.sim.transfers import NETWORK_IN, NETWORK_OUT
 from kvolt.latency.presets import DEFAULT, find_model
@@ -116,11 +116,11 @@ def step_model_of(arguments: SimArguments) -> LatencyModel | OccupancyModel:
     return scale_speed(sized, arguments.speed)
 
 
-def links_of(arguments: SimArguments) -> list[Link]:
+def links_of(arguments: SimArguments) -> list[SimLink]:
     """The configured links, scaled by the engine's speed."""
     speeds = {NETWORK_IN: arguments.link_in_bytes_per_s, NETWORK_OUT: arguments.link_out_bytes_per_s}
     return [
-        Link(name, bytes_per_s * arguments.speed, arguments.link_latency_s / arguments.speed)
+        SimLink(name, bytes_per_s * arguments.speed, arguments.link_latency_s / arguments.speed)
         for name, bytes_per_s in speeds.items()
         if bytes_per_s is not None
     ]

@@ -27,7 +27,7 @@ _SIMULTANEOUS = 1e-12
 """Relative time difference below which transfers end together, because equal transfers differ by rounding."""
 
 
-class Link(msgspec.Struct, frozen=True):
+class SimLink(msgspec.Struct, frozen=True):
     """One direction of a network link."""
 
     name: str
@@ -53,7 +53,7 @@ class _Moving:
 class SharedLinks:
     """See the module."""
 
-    def __init__(self, links: Sequence[Link]) -> None:
+    def __init__(self, links: Sequence[SimLink]) -> None:
         self._links = {link.name: link for link in links}
         if len(self._links) != len(links):
             raise ValueError("two links have the same name")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from kvolt.engines.sim.links import Link, SharedLinks, TransferId
+from kvolt.engines.sim.links import SharedLinks, SimLink, TransferId
 
 NETWORK_IN = "network_in"
 NETWORK_OUT = "network_out"
@@ -17,7 +17,7 @@ NETWORK_OUT = "network_out"
 class SimTransfers:
     """Shared by all engines of a simulated machine."""
 
-    def __init__(self, links: Sequence[Link], now: Callable[[], float]) -> None:
+    def __init__(self, links: Sequence[SimLink], now: Callable[[], float]) -> None:
         self._links = SharedLinks(links)
         self._names = frozenset(link.name for link in links)
         self._now = now

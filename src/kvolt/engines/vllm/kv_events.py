@@ -14,7 +14,7 @@ from kvolt.core.kv_events import Cleared, KvChange
 from kvolt.core.load import WorkerLoad
 from kvolt.engines.external.held_blocks import HeldBlocks
 from kvolt.engines.external.kv_feed import KvFeed
-from kvolt.engines.kv_formats.schema import Engine as EventsOf
+from kvolt.engines.kv_formats.schema import SourceEngine as EventsOf
 from kvolt.engines.step_queue import StepQueue
 from kvolt.runtime.tasks import TaskGroup
 

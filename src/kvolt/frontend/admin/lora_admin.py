@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from kvolt.core.errors import InvalidRequest, NotFound, Unavailable, Unsupported
-from kvolt.frontend.admin.worker_commands import Outcome, send_to_workers
+from kvolt.frontend.admin.worker_commands import CommandOutcome, send_to_workers
 from kvolt.frontend.model import Model
 from kvolt.frontend.models import Models
 from kvolt.frontend.openai_api.decoding import RequestDecoder
@@ -119,7 +119,7 @@ def _check_free(models: Models, name: str, model: Model) -> None:
         raise InvalidRequest(f"the name {name!r} belongs to {kind}: choose another", param="lora_name")
 
 
-def _succeeded(outcomes: Sequence[Outcome]) -> set[str]:
+def _succeeded(outcomes: Sequence[CommandOutcome]) -> set[str]:
     """Instances that succeeded. If all failed, raises the first error."""
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
     if len(errors) < len(outcomes):
@@ -141,7 +141,7 @@ async def _wait_known(generations: Sequence[Model], name: str, succeeded: set[st
         await asyncio.sleep(_POLL_S)
 
 
-def _change(outcome: Outcome) -> AdapterChange:
+def _change(outcome: CommandOutcome) -> AdapterChange:
     instance, error = outcome.instance, outcome.error
     return AdapterChange(
         outcome.model,

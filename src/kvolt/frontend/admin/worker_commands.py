@@ -21,7 +21,7 @@ _NO_ANSWER = CommandResult()
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CommandOutcome:
     """Result of one worker: a response or an error."""
 
     model: str
@@ -32,21 +32,21 @@ class Outcome:
 
 async def send_to_workers(
     runtime: Runtime, models: Iterable[Model], command: WorkerCommand, deadlines: Deadlines | None = None
-) -> list[Outcome]:
+) -> list[CommandOutcome]:
     """Send a command to all workers of these models, including cordoned and prefill workers, one after the other.
 
     A failure of one worker does not affect the others.
     """
     limits = deadlines or runtime.options.deadlines
-    outcomes: list[Outcome] = []
+    outcomes: list[CommandOutcome] = []
     for model in models:
         for instance in model.workers():
             try:
                 answer = await _send(runtime, instance, command, limits)
             except KvoltError as error:
-                outcomes.append(Outcome(model.card.name, instance, error=error))
+                outcomes.append(CommandOutcome(model.card.name, instance, error=error))
             else:
-                outcomes.append(Outcome(model.card.name, instance, answer))
+                outcomes.append(CommandOutcome(model.card.name, instance, answer))
     return outcomes
 
 
@@ -81,7 +81,7 @@ async def clear_kv_blocks(runtime: Runtime, models: Models) -> list[Clearing]:
     return [_clearing(outcome) for outcome in outcomes]
 
 
-def _clearing(outcome: Outcome) -> Clearing:
+def _clearing(outcome: CommandOutcome) -> Clearing:
     instance, error = outcome.instance, outcome.error
     return Clearing(
         outcome.model,

@@ -20,7 +20,7 @@ from kvolt.runtime.metric_aliases import WithAliases
 Labels = tuple[tuple[str, str], ...]
 
 
-class Rule(Enum):
+class MergeRule(Enum):
     """Rule that merges the values of several processes for one series."""
 
     SUM = auto()
@@ -33,32 +33,32 @@ class Rule(Enum):
 
 
 GAUGES = {
-    "kvolt_frontend_disconnected_clients": Rule.SUM,
-    "kvolt_frontend_active_requests": Rule.SUM,
-    "kvolt_frontend_tokenizer_cache_bytes": Rule.SUM,
-    "kvolt_frontend_model_context_length": Rule.MAX,
-    "kvolt_frontend_model_kv_cache_block_size": Rule.MAX,
-    "kvolt_frontend_model_total_kv_blocks": Rule.MAX,
-    "kvolt_frontend_model_max_num_seqs": Rule.MAX,
-    "kvolt_frontend_model_max_num_batched_tokens": Rule.MAX,
-    "kvolt_frontend_model_workers": Rule.MAX,
-    "kvolt_frontend_model_migration_limit": Rule.MAX,
-    "kvolt_router_queue_requests": Rule.SUM,
-    "kvolt_plane_connections": Rule.SUM,
-    "kvolt_plane_streams_active": Rule.SUM,
-    "kvolt_plane_send_buffer_bytes": Rule.SUM,
-    "kvolt_plane_queue_depth": Rule.SUM,
-    "kvolt_plane_unfinished_message_bytes": Rule.SUM,
-    "kvolt_plane_unfinished_message_limit_bytes": Rule.SUM,
-    "kvolt_tasks": Rule.SUM,
-    "kvolt_discovery_connected": Rule.MIN,
-    "kvolt_router_present": Rule.MIN,
-    "kvolt_model_workers": Rule.MAX,
-    "kvolt_model_incompatible_prefill_workers": Rule.MAX,
-    "kvolt_router_breaker_state": Rule.MAX,
-    "kvolt_router_worker_failure_rate": Rule.MAX,
-    "kvolt_router_queue_tokens": Rule.SUM,
-    "kvolt_router_unstarted_requests": Rule.SUM,
+    "kvolt_frontend_disconnected_clients": MergeRule.SUM,
+    "kvolt_frontend_active_requests": MergeRule.SUM,
+    "kvolt_frontend_tokenizer_cache_bytes": MergeRule.SUM,
+    "kvolt_frontend_model_context_length": MergeRule.MAX,
+    "kvolt_frontend_model_kv_cache_block_size": MergeRule.MAX,
+    "kvolt_frontend_model_total_kv_blocks": MergeRule.MAX,
+    "kvolt_frontend_model_max_num_seqs": MergeRule.MAX,
+    "kvolt_frontend_model_max_num_batched_tokens": MergeRule.MAX,
+    "kvolt_frontend_model_workers": MergeRule.MAX,
+    "kvolt_frontend_model_migration_limit": MergeRule.MAX,
+    "kvolt_router_queue_requests": MergeRule.SUM,
+    "kvolt_plane_connections": MergeRule.SUM,
+    "kvolt_plane_streams_active": MergeRule.SUM,
+    "kvolt_plane_send_buffer_bytes": MergeRule.SUM,
+    "kvolt_plane_queue_depth": MergeRule.SUM,
+    "kvolt_plane_unfinished_message_bytes": MergeRule.SUM,
+    "kvolt_plane_unfinished_message_limit_bytes": MergeRule.SUM,
+    "kvolt_tasks": MergeRule.SUM,
+    "kvolt_discovery_connected": MergeRule.MIN,
+    "kvolt_router_present": MergeRule.MIN,
+    "kvolt_model_workers": MergeRule.MAX,
+    "kvolt_model_incompatible_prefill_workers": MergeRule.MAX,
+    "kvolt_router_breaker_state": MergeRule.MAX,
+    "kvolt_router_worker_failure_rate": MergeRule.MAX,
+    "kvolt_router_queue_tokens": MergeRule.SUM,
+    "kvolt_router_unstarted_requests": MergeRule.SUM,
 }
 """Rules of gauges by name. A gauge that is missing here is kept per process, which is always correct."""
 
@@ -98,14 +98,14 @@ def snapshot(registry: Collector, process: str) -> Exposition:
     )
 
 
-def rule_of(name: str, kind: str) -> Rule:
+def rule_of(name: str, kind: str) -> MergeRule:
     if name.startswith(_OWN):
-        return Rule.EACH
+        return MergeRule.EACH
     if kind in ("counter", "histogram"):
-        return Rule.SUM
+        return MergeRule.SUM
     if kind != "gauge":
-        return Rule.EACH
-    return GAUGES.get(name, Rule.EACH)
+        return MergeRule.EACH
+    return GAUGES.get(name, MergeRule.EACH)
 
 
 def merge(expositions: Iterable[Exposition]) -> list[Metric]:
@@ -121,17 +121,17 @@ def merge(expositions: Iterable[Exposition]) -> list[Metric]:
     return [family.metric() for family in merged.values()]
 
 
-_CHOOSE: dict[Rule, Callable[[float, float], float]] = {
-    Rule.SUM: lambda one, other: one + other,
-    Rule.MAX: max,
-    Rule.MIN: min,
+_CHOOSE: dict[MergeRule, Callable[[float, float], float]] = {
+    MergeRule.SUM: lambda one, other: one + other,
+    MergeRule.MAX: max,
+    MergeRule.MIN: min,
 }
 
 
 class _Merged:
     """Metric family under construction, from the families of several processes."""
 
-    def __init__(self, first: Family, rule: Rule) -> None:
+    def __init__(self, first: Family, rule: MergeRule) -> None:
         self._family = first
         self._rule = rule
         self._created = f"{first.name}_created"
@@ -140,7 +140,7 @@ class _Merged:
     def add(self, family: Family, process: str) -> None:
         values = self._values
         for name, labels, value in family.samples:
-            if self._rule is Rule.EACH:
+            if self._rule is MergeRule.EACH:
                 values[name, (*labels.items(), ("process", process))] = value
                 continue
             key = (name, tuple(sorted(labels.items())))

@@ -9,7 +9,7 @@ import msgspec
 
 from kvolt.frontend.openai_api.nvext import ANNOTATIONS, NOT_YET
 from kvolt.frontend.openai_api.responses import ErrorBody
-from kvolt.frontend.openapi.operations import ERRORS, EVERYWHERE, OPERATIONS, Answer, Operation
+from kvolt.frontend.openapi.operations import ERRORS, EVERYWHERE, OPERATIONS, DocumentedResponse, Operation
 from kvolt.frontend.openapi.schemas import SCHEMAS, Json, schemas_of
 from kvolt.frontend.tenants.records import needed_scope
 from kvolt.runtime.http.server import json_error
@@ -98,7 +98,7 @@ def _operation(operation: Operation, schema_of: dict[Any, Json]) -> Json:
     return built
 
 
-def _answer(answer: Answer, schema_of: dict[Any, Json]) -> Json:
+def _answer(answer: DocumentedResponse, schema_of: dict[Any, Json]) -> Json:
     media: Json = {"schema": _one_of(answer.schemas, schema_of)}
     if answer.example is not None:
         media["example"] = answer.example

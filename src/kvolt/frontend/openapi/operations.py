@@ -59,7 +59,7 @@ ERRORS_OF_NO_OPERATION: tuple[tuple[int, str, str], ...] = (
 """Status, description and code of errors before an operation is found."""
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class DocumentedResponse(msgspec.Struct, frozen=True, kw_only=True):
     """A success, or an error status whose body is not an error object."""
 
     description: str
@@ -84,7 +84,7 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
     request: Any = None
     examples: dict[str, Any] = {}
     parameters: tuple[dict[str, Any], ...] = ()
-    answers: dict[int, Answer]
+    answers: dict[int, DocumentedResponse]
     errors: tuple[int, ...] = ()
 
     @property
@@ -139,8 +139,8 @@ _MODEL = {
 }
 
 
-def _json(description: str, schema: Any, example: Any = None) -> Answer:
-    return Answer(description=description, schemas=(schema,), example=example)
+def _json(description: str, schema: Any, example: Any = None) -> DocumentedResponse:
+    return DocumentedResponse(description=description, schemas=(schema,), example=example)
 
 
 OPERATIONS: tuple[Operation, ...] = (
@@ -155,7 +155,7 @@ OPERATIONS: tuple[Operation, ...] = (
         examples=examples.CHATS,
         parameters=_HEADERS,
         answers={
-            200: Answer(
+            200: DocumentedResponse(
                 description="The response, whole or streamed.",
                 schemas=(responses.ChatCompletion,),
                 event=responses.ChatCompletionChunk,
@@ -176,7 +176,7 @@ OPERATIONS: tuple[Operation, ...] = (
         examples=examples.COMPLETIONS,
         parameters=_HEADERS,
         answers={
-            200: Answer(
+            200: DocumentedResponse(
                 description="The completion, whole or streamed.",
                 schemas=(responses.Completion,),
                 event=responses.Completion,
@@ -244,7 +244,7 @@ OPERATIONS: tuple[Operation, ...] = (
         parameters=(_MODEL,),
         answers={
             200: _json("The model is ready.", responses.ModelReady, examples.MODEL_READY),
-            503: Answer(
+            503: DocumentedResponse(
                 description="Workers are missing, or the server is draining.",
                 schemas=(responses.ModelReady, responses.ErrorBody),
             ),
@@ -262,7 +262,9 @@ OPERATIONS: tuple[Operation, ...] = (
                 responses.Health,
                 {"status": "ready", "models": ["my-model"], "workers": {"my-model": 2}},
             ),
-            503: Answer(description="No model is ready.", schemas=(responses.Health, responses.ErrorBody)),
+            503: DocumentedResponse(
+                description="No model is ready.", schemas=(responses.Health, responses.ErrorBody)
+            ),
         },
     ),
     Operation(
@@ -279,7 +281,9 @@ OPERATIONS: tuple[Operation, ...] = (
         summary="Readiness of the server",
         answers={
             200: _json("Ready.", responses.Health),
-            503: Answer(description="Not ready.", schemas=(responses.Health, responses.ErrorBody)),
+            503: DocumentedResponse(
+                description="Not ready.", schemas=(responses.Health, responses.ErrorBody)
+            ),
         },
     ),
     Operation(
@@ -287,7 +291,7 @@ OPERATIONS: tuple[Operation, ...] = (
         tag="Server",
         name="get_metrics",
         summary="Prometheus metrics",
-        answers={200: Answer(description="Prometheus text format.", media_type="text/plain")},
+        answers={200: DocumentedResponse(description="Prometheus text format.", media_type="text/plain")},
     ),
     Operation(
         route="GET /busy_threshold",
@@ -314,14 +318,14 @@ OPERATIONS: tuple[Operation, ...] = (
         tag="Server",
         name="get_openapi",
         summary="OpenAPI document",
-        answers={200: Answer(description="OpenAPI 3.1.", schemas=(dict[str, Any],))},
+        answers={200: DocumentedResponse(description="OpenAPI 3.1.", schemas=(dict[str, Any],))},
     ),
     Operation(
         route="GET /docs",
         tag="Server",
         name="get_docs",
         summary="Documentation page",
-        answers={200: Answer(description="Self-contained HTML page.", media_type="text/html")},
+        answers={200: DocumentedResponse(description="Self-contained HTML page.", media_type="text/html")},
     ),
     Operation(
         route="GET /version",
@@ -335,14 +339,14 @@ OPERATIONS: tuple[Operation, ...] = (
         tag="Server",
         name="get_ping",
         summary="Readiness for SageMaker",
-        answers={200: Answer(description="A model is ready; no body.", media_type="")},
+        answers={200: DocumentedResponse(description="A model is ready; no body.", media_type="")},
     ),
     Operation(
         route="POST /ping",
         tag="Server",
         name="post_ping",
         summary="The same as GET",
-        answers={200: Answer(description="A model is ready; no body.", media_type="")},
+        answers={200: DocumentedResponse(description="A model is ready; no body.", media_type="")},
     ),
     Operation(
         route="GET /",

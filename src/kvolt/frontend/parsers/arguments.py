@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable
 from enum import Enum, auto
 
-from kvolt.frontend.parsers.json_text import PLAIN, Extent, StringText, end_of, unescaped
+from kvolt.frontend.parsers.json_text import PLAIN, StringText, TextExtent, end_of, unescaped
 from kvolt.frontend.parsers.markers import partial_marker_length
 from kvolt.frontend.parsers.port import Piece, ToolArguments, ToolStart
 
@@ -33,7 +33,7 @@ _ARGUMENT_KEYS = ("arguments", "parameters")
 _CALL_KEYS = ("name", *_ARGUMENT_KEYS, "type", "id")
 
 
-class Status(Enum):
+class ParseStatus(Enum):
     READING = auto()
     DONE = auto()
     NOT_A_CALL = auto()
@@ -69,7 +69,7 @@ class CallReader:
         self._closing = closing
         self._needs_arguments = needs_arguments
         self._num_left = max_held
-        self.status = Status.READING
+        self.status = ParseStatus.READING
         self.started = False
         self._name: str | None = None
         self._has_arguments = False
@@ -83,7 +83,7 @@ class CallReader:
         self._scalar_text: list[str] = []
         self._is_arguments = False
         """The current value is the arguments."""
-        self._extent = Extent(closing)
+        self._extent = TextExtent(closing)
         self._string = StringText(closing)
 
     @property
@@ -96,7 +96,7 @@ class CallReader:
         if not self.started:
             text = text[: self._num_left]
         position = 0
-        while self.status is Status.READING and position < len(text):
+        while self.status is ParseStatus.READING and position < len(text):
             state, start = self._state, position
             position = state(self, text, position, out)
             if position == start and self._state is state:
@@ -104,8 +104,8 @@ class CallReader:
         if not self.started:
             self._held.append(text[:position])
             self._num_left -= position
-            if self.status is Status.READING and len(text) - position >= self._num_left:
-                self.status = Status.NOT_A_CALL
+            if self.status is ParseStatus.READING and len(text) - position >= self._num_left:
+                self.status = ParseStatus.NOT_A_CALL
         return position
 
     def finish(self, rest: str, out: list[Piece]) -> None:
@@ -182,7 +182,7 @@ class CallReader:
             self._state = CallReader._in_string
             return position + 1
         if character in "{[":
-            self._extent = Extent(self._closing)
+            self._extent = TextExtent(self._closing)
             self._state = CallReader._in_container
         elif end_of(_SCALAR, character, 0):
             self._scalar_text = []
@@ -293,7 +293,7 @@ class CallReader:
     def _fail(self, position: int, out: list[Piece]) -> int:
         """Handle a character that is invalid here."""
         if not self.started:
-            self.status = Status.NOT_A_CALL
+            self.status = ParseStatus.NOT_A_CALL
         elif self._arguments_seen:
             return self._end(position, out)
         else:
@@ -303,7 +303,7 @@ class CallReader:
     def _end(self, position: int, out: list[Piece]) -> int:
         if not self._has_arguments:
             out.append(ToolArguments(self._index, "{}"))
-        self.status = Status.DONE
+        self.status = ParseStatus.DONE
         return position
 
 

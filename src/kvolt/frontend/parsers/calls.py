@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import ClassVar
 
-from kvolt.frontend.parsers.arguments import MAX_HELD, CallReader, Status
+from kvolt.frontend.parsers.arguments import MAX_HELD, CallReader, ParseStatus
 from kvolt.frontend.parsers.markers import first_marker, may_become, partial_marker_length
 from kvolt.frontend.parsers.port import Content, Piece, ToolArguments, ToolStart, joined
 
@@ -151,12 +151,12 @@ class CallParser:
     def _call(self, text: str, position: int, pieces: list[Piece]) -> int:
         reader = self._reader
         position += reader.feed(text[position : position + _WINDOW], pieces)
-        if reader.status is Status.DONE:
+        if reader.status is ParseStatus.DONE:
             self._num_calls += 1
             self._closing_due = bool(self.syntax.closing)
             self._head = ""
             self._at = _At.GAP
-        elif reader.status is Status.NOT_A_CALL:
+        elif reader.status is ParseStatus.NOT_A_CALL:
             self._head += reader.held
             self._to_text(pieces)
         return position

@@ -21,7 +21,7 @@ _LOW_SURROGATE = re.compile(r"\\u[dD][c-fC-F][0-9a-fA-F]{2}")
 _ESCAPES = {'"': '"', "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
 
 
-class Extent:
+class TextExtent:
     """Finds the end of one object or array, by brackets and strings only.
 
     A closing marker ends it too, unless it is inside a string. A string with a raw control character (invalid JSON,

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from kvolt.frontend.tokenization.token_cache import longest_of
 
 
-class Cut(NamedTuple):
+class TokenCut(NamedTuple):
     """A section of text: an added token, or the text between two of them."""
 
     text: str
@@ -45,15 +45,15 @@ class AddedTokenCutter:
         self._added = added
         self._held = ""
 
-    def feed(self, text: str) -> list[Cut]:
+    def feed(self, text: str) -> list[TokenCut]:
         return self._cuts(self._held + text, may_grow=True)
 
-    def finish(self) -> list[Cut]:
+    def finish(self) -> list[TokenCut]:
         return self._cuts(self._held, may_grow=False)
 
-    def _cuts(self, text: str, may_grow: bool) -> list[Cut]:
+    def _cuts(self, text: str, may_grow: bool) -> list[TokenCut]:
         pattern = self._added.pattern
-        cuts: list[Cut] = []
+        cuts: list[TokenCut] = []
         position = 0
         certain_end = self._first_head(text, 0) if may_grow else len(text)
         while (
@@ -62,13 +62,13 @@ class AddedTokenCutter:
             and token_match.start() < certain_end
         ):
             if token_match.start() > position:
-                cuts.append(Cut(text[position : token_match.start()], None))
-            cuts.append(Cut(token_match[0], self._added.ids[token_match[0]]))
+                cuts.append(TokenCut(text[position : token_match.start()], None))
+            cuts.append(TokenCut(token_match[0], self._added.ids[token_match[0]]))
             position = token_match.end()
             if position > certain_end:  # this token covers the possible beginning inside it
                 certain_end = self._first_head(text, position)
         if certain_end > position:
-            cuts.append(Cut(text[position:certain_end], None))
+            cuts.append(TokenCut(text[position:certain_end], None))
         self._held = text[certain_end:]
         return cuts
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvolt.frontend.parsers.port import Content, Piece, Reasoning, ToolArguments, ToolStart, joined
-from kvolt.frontend.processors.added_tokens import AddedTokenCutter, Cut
+from kvolt.frontend.processors.added_tokens import AddedTokenCutter, TokenCut
 
 log = logging.getLogger(__name__)
 
@@ -55,9 +55,9 @@ class VllmParser:
         pieces: list[Piece] = []
         for cut in self._cutter.finish():
             pieces += self._parse(cut)
-        return joined(pieces + self._parse(Cut("", None), is_last=True))
+        return joined(pieces + self._parse(TokenCut("", None), is_last=True))
 
-    def _parse(self, cut: Cut, is_last: bool = False) -> list[Piece]:
+    def _parse(self, cut: TokenCut, is_last: bool = False) -> list[Piece]:
         if not self._failed:
             try:
                 return self._parse_with_vllm(cut, is_last)
@@ -66,7 +66,7 @@ class VllmParser:
                 self._failed = True
         return [Content(cut.text)]
 
-    def _parse_with_vllm(self, cut: Cut, is_last: bool) -> list[Piece]:
+    def _parse_with_vllm(self, cut: TokenCut, is_last: bool) -> list[Piece]:
         ids = [cut.token_id] if cut.token_id is not None else self._encode(cut.text) if cut.text else []
         prompt, self._prompt = self._prompt, None
         delta = self._parser.parse_delta(cut.text, ids, self._request, prompt, finished=is_last)

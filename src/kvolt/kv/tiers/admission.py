@@ -1,4 +1,4 @@
-"""Admission: selects completed device blocks to keep in the tiers. Pure.
+"""TierAdmission: selects completed device blocks to keep in the tiers. Pure.
 
 By position in the prompt and by priority and tenant of the request: beginnings of prompts are reused more often than
 their ends, and some tenants' prompts more than others'. Blocks of an output belong to the request of the preceding
@@ -15,7 +15,7 @@ from kvolt.kv.tiers.lower_tier import KnownKeys
 from kvolt.kv.tiers.slot_table import TierBlock
 
 
-class Admission:
+class TierAdmission:
     """See the module."""
 
     def __init__(

@@ -16,7 +16,7 @@ _UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _PATTERN = re.compile(r"(\d{1,12}(?:\.\d{1,12})?)\s*([A-Za-z]+)")
 
 
-class Capacity(msgspec.Struct, frozen=True):
+class TierCapacity(msgspec.Struct, frozen=True):
     """Exactly one field is set."""
 
     num_bytes: int = 0
@@ -32,17 +32,17 @@ class Capacity(msgspec.Struct, frozen=True):
         return self.num_bytes // slot_bytes
 
 
-def parse_capacity(text: str, key: str) -> Capacity:
+def parse_capacity(text: str, key: str) -> TierCapacity:
     """Parse a capacity. ConfigError if malformed."""
     match = _PATTERN.fullmatch(text.strip())
     unit = match[2] if match else ""
     number = float(match[1]) if match else 0.0
     if number > 0 and unit in _UNITS:
-        return Capacity(num_bytes=int(number * _UNITS[unit]))
+        return TierCapacity(num_bytes=int(number * _UNITS[unit]))
     if number >= 1 and unit in ("block", "blocks"):
-        return Capacity(num_blocks=int(number))
+        return TierCapacity(num_blocks=int(number))
     if number > 0 and unit == "x":
-        return Capacity(device_ratio=number)
+        return TierCapacity(device_ratio=number)
     raise ConfigError(
         f"invalid tier size: {text!r}",
         key=key,

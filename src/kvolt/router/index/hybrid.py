@@ -22,7 +22,7 @@ from kvolt.router.index.prefix_index import PrefixIndex
 from kvolt.router.worker_rank import WorkerDpRank, ranks_of
 
 if TYPE_CHECKING:
-    from kvolt.router.choice import Choice
+    from kvolt.router.choice import WorkerChoice
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class HybridIndex:
         self._infos = dict(infos)
         self._partition_workers()
 
-    def on_reserved(self, reservation_id: int, choice: Choice) -> None:
+    def on_reserved(self, reservation_id: int, choice: WorkerChoice) -> None:
         """Keep the prediction of the event-fed index for flagged workers, to compare it with their reports."""
         worker_rank = choice.worker_rank
         slot = self._event_fed_slot(*worker_rank)
@@ -112,7 +112,7 @@ class HybridIndex:
             self._predictions[reservation_id] = _predicted_blocks(held_blocks, choice)
 
     def on_first_token(
-        self, reservation_id: int, choice: Choice, cached_tokens: int | None, now: float
+        self, reservation_id: int, choice: WorkerChoice, cached_tokens: int | None, now: float
     ) -> None:
         request, worker_rank = choice.request, choice.worker_rank
         if cached_tokens is not None and self._event_fed_slot(*worker_rank) is not None:
@@ -177,7 +177,7 @@ class HybridIndex:
         self._is_at_limit = not all(has_slot)
 
 
-def _predicted_blocks(held_blocks: int, choice: Choice) -> PredictedBlocks:
+def _predicted_blocks(held_blocks: int, choice: WorkerChoice) -> PredictedBlocks:
     """More than `held` may be cached by then: pending blocks, or blocks onboarded from lower tiers."""
     max_blocks = len(choice.request.sequence_hashes) if choice.has_tiers else choice.overlap_blocks
     return PredictedBlocks(held_blocks, max(held_blocks, max_blocks))

@@ -17,7 +17,7 @@ from itertools import pairwise
 
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request
-from kvolt.router.choice import Choice
+from kvolt.router.choice import WorkerChoice
 from kvolt.router.port import Decision
 from kvolt.router.worker_rank import WorkerDpRank
 from kvolt.runtime.histogram import Histogram
@@ -33,7 +33,7 @@ class _Prompt:
 
     __slots__ = ("choice", "held_since", "last_step_s", "last_step_tokens", "send_at", "sending")
 
-    def __init__(self, choice: Choice) -> None:
+    def __init__(self, choice: WorkerChoice) -> None:
         tokens = max(choice.prefill_tokens, 1)
         self.choice = choice
         self.last_step_tokens = (tokens - 1) % choice.max_step_tokens + 1
@@ -42,7 +42,7 @@ class _Prompt:
         self.sending: asyncio.Future[None] | None = None
         """Set while the prompt is held; done when it may be sent."""
 
-    def delay_by(self, later: Choice) -> float:
+    def delay_by(self, later: WorkerChoice) -> float:
         """Time by which a later prompt in its last step would delay this one."""
         tokens = max(later.prefill_tokens, 1)
         share = min(later.max_step_tokens - self.last_step_tokens, tokens) / tokens
@@ -132,11 +132,11 @@ class PromptPacer:
         self.holds_s = Histogram(_HOLDS_S)
         """How long prompts were held."""
 
-    def can_send(self, choice: Choice) -> bool:
+    def can_send(self, choice: WorkerChoice) -> bool:
         """Whether a request that is routed now would not be held."""
         return not self._hold_s(choice)
 
-    def add(self, decision: Decision, choice: Choice | None) -> None:
+    def add(self, decision: Decision, choice: WorkerChoice | None) -> None:
         """Add a prompt to those of its worker; hold it if it has to wait. Ignored if it is not computed there."""
         if choice is None or not (self._is_enabled and _is_computed(choice.request)):
             return
@@ -182,7 +182,7 @@ class PromptPacer:
         rank = self._ranks.get(decision.reservation_id)
         return None if rank is None else self._prompts[rank].by_reservation[decision.reservation_id]
 
-    def _hold_s(self, choice: Choice) -> float:
+    def _hold_s(self, choice: WorkerChoice) -> float:
         """How long to hold a prompt that is routed now; 0 if it can be sent."""
         prompts = self._prompts.get(choice.worker_rank)
         if prompts is None or not _is_computed(choice.request):
@@ -193,7 +193,7 @@ class PromptPacer:
         return max(choice.queue_s - _LEAD * previous.last_step_s, 0.0)
 
 
-def _overtakes(choice: Choice, prompts: Iterable[_Prompt]) -> bool:
+def _overtakes(choice: WorkerChoice, prompts: Iterable[_Prompt]) -> bool:
     priority = choice.request.routing.priority
     return any(each.choice.request.routing.priority < priority for each in prompts)
 

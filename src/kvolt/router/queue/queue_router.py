@@ -19,7 +19,7 @@ from kvolt.core.errors import KvoltError, Overloaded
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request
 from kvolt.router.breaker import Outcome
-from kvolt.router.choice import Choice
+from kvolt.router.choice import WorkerChoice
 from kvolt.router.kv_router import KvRouter
 from kvolt.router.port import Decision, Router, WithdrawHook
 from kvolt.router.queue.priority_level import QueueEntry, QueueLimits
@@ -184,7 +184,7 @@ class QueueRouter:
         self,
         request: Request,
         excluded: frozenset[InstanceId],
-        accepts: Callable[[Choice], bool] = lambda choice: True,
+        accepts: Callable[[WorkerChoice], bool] = lambda choice: True,
     ) -> Decision | None:
         """Route if no other request waits and a worker has capacity."""
         decision = None if self._queue.num_waiting else self.inner.try_route(request, excluded, accepts)

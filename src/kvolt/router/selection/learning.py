@@ -14,7 +14,7 @@ from kvolt.core.card import EngineInfo
 from kvolt.core.delta import Usage
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request
-from kvolt.router.choice import Choice
+from kvolt.router.choice import WorkerChoice
 from kvolt.router.policy.cost_model import Floats
 from kvolt.router.policy.load import Rows
 from kvolt.router.policy.output_lengths import OutputLengthEstimator
@@ -27,10 +27,10 @@ class RequestObserver(Protocol):
 
     def set_workers(self, infos: Mapping[InstanceId, EngineInfo | None]) -> None: ...
 
-    def on_reserved(self, reservation_id: int, choice: Choice) -> None: ...
+    def on_reserved(self, reservation_id: int, choice: WorkerChoice) -> None: ...
 
     def on_first_token(
-        self, reservation_id: int, choice: Choice, cached_tokens: int | None, now: float
+        self, reservation_id: int, choice: WorkerChoice, cached_tokens: int | None, now: float
     ) -> None:
         """`cached_tokens`: prompt tokens that were not computed, if the worker reports them."""
         ...
@@ -43,10 +43,10 @@ class NullObserver:
 
     def set_workers(self, infos: Mapping[InstanceId, EngineInfo | None]) -> None: ...
 
-    def on_reserved(self, reservation_id: int, choice: Choice) -> None: ...
+    def on_reserved(self, reservation_id: int, choice: WorkerChoice) -> None: ...
 
     def on_first_token(
-        self, reservation_id: int, choice: Choice, cached_tokens: int | None, now: float
+        self, reservation_id: int, choice: WorkerChoice, cached_tokens: int | None, now: float
     ) -> None: ...
 
     def on_released(self, reservation_id: int) -> None: ...
@@ -54,7 +54,7 @@ class NullObserver:
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    choice: Choice
+    choice: WorkerChoice
     row: int
     reserved_at: float
     external_share: float
@@ -90,7 +90,9 @@ class OutcomeTracker:
         """Observed over modelled prefill time by worker; 1 without correction."""
         return self._pace.factors(rows, now)
 
-    def on_reserved(self, reservation_id: int, choice: Choice, row: int, own_s: float, now: float) -> None:
+    def on_reserved(
+        self, reservation_id: int, choice: WorkerChoice, row: int, own_s: float, now: float
+    ) -> None:
         """`own_s`: predicted time until the worker has computed this router's earlier prompts."""
         external_s = max(choice.queue_s - own_s, 0.0)
         own_prefill_s = own_s + choice.prefill_s

@@ -17,7 +17,7 @@ from kvolt.core.ids import InstanceId
 from kvolt.core.load import LoadReport
 from kvolt.core.request import Request
 from kvolt.router.breaker import Breakers
-from kvolt.router.choice import CandidateCost, Choice
+from kvolt.router.choice import CandidateCost, WorkerChoice
 from kvolt.router.index.active_prompts import ActivePrompts
 from kvolt.router.index.pending_blocks import PendingBlocks
 from kvolt.router.index.prefix_index import PrefixIndex
@@ -58,7 +58,7 @@ class Selector:
         self._outcomes = OutcomeTracker(observer, settings.correct_times)
         self._worker_table = WorkerTable(self._loads, self._add_row, self._drop_row, self._outcomes.drop_row)
         self._affinity = SessionAffinity(settings.affinity_half_life_s, settings.affinity_sessions)
-        self._in_flight: dict[int, Choice] = {}
+        self._in_flight: dict[int, WorkerChoice] = {}
         self._tiered_workers: frozenset[InstanceId] = frozenset()
         self._scorer = Scorer(
             policy,
@@ -97,7 +97,7 @@ class Selector:
 
     def choose(
         self, request: Request, allowed: Sequence[InstanceId], kv_sources: tuple[WorkerDpRank, ...] = ()
-    ) -> Choice:
+    ) -> WorkerChoice:
         """Choose the best worker rank of the allowed workers. Reserves nothing. Raises Unavailable if there
         is none.
 
@@ -118,7 +118,7 @@ class Selector:
             or source.instance_id == worker_rank.instance_id
         ):
             source, source_blocks = None, 0
-        choice = Choice(
+        choice = WorkerChoice(
             worker_rank,
             overlap,
             float(workers.queue_s[index]),
@@ -174,7 +174,7 @@ class Selector:
             added_step_s=pace * more_s,
         )
 
-    def reserve(self, choice: Choice) -> int:
+    def reserve(self, choice: WorkerChoice) -> int:
         """Reserve the chosen worker rank; return a reservation id. Raises Unavailable if the worker is gone."""
         row = self._worker_table.rows.get(choice.worker_rank)
         if row is None:
@@ -228,7 +228,7 @@ class Selector:
         if row is not None:
             self._loads.on_report(row, report.load)
 
-    def find_choice(self, reservation_id: int) -> Choice | None:
+    def find_choice(self, reservation_id: int) -> WorkerChoice | None:
         """The choice of a reservation that is not released yet."""
         return self._in_flight.get(reservation_id)
 

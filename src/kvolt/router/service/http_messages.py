@@ -31,7 +31,7 @@ from kvolt.core.latency import LatencyModel
 from kvolt.core.load import WorkerLoad
 from kvolt.core.request import Request, Role, RoutingHints
 from kvolt.router.breaker import Outcome
-from kvolt.router.choice import Choice
+from kvolt.router.choice import WorkerChoice
 from kvolt.router.service.builders import UNKNOWN, hashes_of, request_of, worker_info
 from kvolt.router.service.standalone_state import StandaloneEvent
 
@@ -246,7 +246,9 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     ttl_s: float | None = None
 
 
-def placement_of(choice: Choice, reservation: str | None = None, ttl_s: float | None = None) -> Placement:
+def placement_of(
+    choice: WorkerChoice, reservation: str | None = None, ttl_s: float | None = None
+) -> Placement:
     return Placement(
         worker=choice.worker_rank.instance_id,
         dp_rank=choice.worker_rank.dp_rank,

@@ -19,7 +19,7 @@ from kvolt.core.errors import InvalidRequest, NotFound, Overloaded
 from kvolt.core.ids import InstanceId
 from kvolt.core.kv_events import KvChange, pack_hashes
 from kvolt.core.load import LoadReport
-from kvolt.router.choice import Choice
+from kvolt.router.choice import WorkerChoice
 from kvolt.router.service.http_messages import (
     DEFAULT_MODEL,
     BlocksBody,
@@ -246,7 +246,7 @@ class RouterHttp:
             raise InvalidRequest("name a worker, or use /v1/route", param="worker")
         return self._reserved_choice(model, choice, query)
 
-    def _choose(self, request: HttpRequest) -> tuple[Standalone, Choice, PlacementQuery]:
+    def _choose(self, request: HttpRequest) -> tuple[Standalone, WorkerChoice, PlacementQuery]:
         query = read(request.body, PlacementQuery)
         model = self._model(query.model)
         excluded = list(map(InstanceId, query.excluded))
@@ -257,7 +257,7 @@ class RouterHttp:
             )
         return model, choice, query
 
-    def _reserved_choice(self, model: Standalone, choice: Choice, query: PlacementQuery) -> Response:
+    def _reserved_choice(self, model: Standalone, choice: WorkerChoice, query: PlacementQuery) -> Response:
         reservation = model.reserve(choice, query.ttl_s)
         return _json(placement_of(choice, reservation.id, query.ttl_s), 201)
 

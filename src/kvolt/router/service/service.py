@@ -78,7 +78,7 @@ class Component:
         await self.client.close()
 
 
-class Session:
+class FrontendReservations:
     """Reservations of one frontend."""
 
     def __init__(self, stream: IncomingStream) -> None:
@@ -189,7 +189,7 @@ class RouterService:
         """Tasks of queued requests; their errors are sent to the frontends."""
         self.components: dict[str, Component] = {}
         """By endpoint, least recently used first."""
-        self.sessions: dict[str, Session] = {}
+        self.sessions: dict[str, FrontendReservations] = {}
         self.num_refused = 0
 
     @property
@@ -248,7 +248,7 @@ class RouterService:
             )
         if name in self.sessions:
             raise KvoltError(f"there is a session {name} already")
-        session = self.sessions[name] = Session(stream)
+        session = self.sessions[name] = FrontendReservations(stream)
 
         def end(error: KvoltError) -> None:
             if session.num_held:
@@ -308,7 +308,11 @@ class RouterService:
         yield self._to_response(request_message, session, component, decision)
 
     def _to_response(
-        self, request_message: RouteRequest, session: Session | None, component: Component, decision: Decision
+        self,
+        request_message: RouteRequest,
+        session: FrontendReservations | None,
+        component: Component,
+        decision: Decision,
     ) -> RouteResponse:
         component.num_decisions += 1
         if session is None or request_message.request.routing.query_only:
@@ -325,7 +329,7 @@ class RouterService:
         component = await self._component(request_message)
         yield explain_route(component.router, request_message.full_request(), self._runtime.options.name)
 
-    def _session_of(self, request_message: RouteRequest) -> Session | None:
+    def _session_of(self, request_message: RouteRequest) -> FrontendReservations | None:
         """Session of a request, with its updates applied. Raises Unavailable if it ended: the caller opens a
         new one."""
         if not request_message.session:

@@ -29,7 +29,7 @@ from kvolt.core.kv_events import Tier
 from kvolt.core.load import LoadReport
 from kvolt.core.request import Request, Role
 from kvolt.router.breaker import Attempt, Breakers, Outcome
-from kvolt.router.choice import CandidateCost, Choice
+from kvolt.router.choice import CandidateCost, WorkerChoice
 from kvolt.router.index.approximate import ApproximateOptions
 from kvolt.router.index.hybrid import HybridIndex
 from kvolt.router.policy.policy import Policy
@@ -52,7 +52,7 @@ class Reservation:
 
     id: str
     selector_id: int
-    choice: Choice
+    choice: WorkerChoice
     expires_at: float | None
     attempt: Attempt | None = None
     """State kept by the circuit breaker."""
@@ -157,7 +157,7 @@ class Standalone:
 
     # --- decisions
 
-    def choose(self, request: Request, excluded: Collection[InstanceId] = ()) -> Choice:
+    def choose(self, request: Request, excluded: Collection[InstanceId] = ()) -> WorkerChoice:
         """Choose a worker without a reservation. Raises Unavailable if none can take the request."""
         self.expire()
         return self.selector.choose(request, self._allowed(request, excluded))
@@ -181,7 +181,7 @@ class Standalone:
         self.expire()
         return reservation_id in self._reservations
 
-    def reserve(self, choice: Choice, ttl_s: float | None = None) -> Reservation:
+    def reserve(self, choice: WorkerChoice, ttl_s: float | None = None) -> Reservation:
         """Reserve a choice until its release or, with a TTL, until that has passed without a renewal."""
         limit = self._options.max_reservations
         if len(self._reservations) >= limit:

@@ -25,7 +25,7 @@ from kvolt.core.errors import (
     ProtocolError,
     WorkerLost,
 )
-from kvolt.runtime.http.client_call import Call, Receiver, Timeouts
+from kvolt.runtime.http.client_call import HttpCall, Receiver, Timeouts
 from kvolt.runtime.http.server_url import ServerUrl
 from kvolt.runtime.http.streamed_response import Fetched, StreamedResponse
 from kvolt.runtime.lazy_timer import LazyTimer
@@ -70,7 +70,7 @@ class HttpClient:
         self.now = now or self._loop.time
         self._network = network or SocketNetwork(tls=ssl.create_default_context() if url.is_secure else None)
         self._task_group = TaskGroup("http-connect")
-        self._waiting: deque[Call] = deque()
+        self._waiting: deque[HttpCall] = deque()
         self._idle: list[_Connection] = []
         """Unused connections, most recently used last, so that surplus ones reach the server's idle timeout."""
         self._open: dict[_Connection, None] = {}
@@ -91,12 +91,14 @@ class HttpClient:
 
     def send(
         self, path: str, body: bytes | None, receiver: Receiver, timeouts: Timeouts | None = None
-    ) -> Call:
+    ) -> HttpCall:
         """Send a POST with a JSON body, or a GET without one."""
         method = "GET" if body is None else "POST"
         content = "" if body is None else f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
         head = f"{method} {self.url.path}{path} HTTP/1.1\r\n{self._headers}{content}\r\n"
-        call = Call(head.encode("latin-1") + (body or b""), receiver, timeouts, self.url.text, self._withdraw)
+        call = HttpCall(
+            head.encode("latin-1") + (body or b""), receiver, timeouts, self.url.text, self._withdraw
+        )
         if timeouts is not None:
             call.timer = LazyTimer(self._loop, call.on_timeout)
             call.arm()
@@ -154,13 +156,13 @@ class HttpClient:
             self._num_connecting += 1
             self._task_group.start(self._connect(), "connect")
 
-    def resend(self, call: Call) -> None:
+    def resend(self, call: HttpCall) -> None:
         """Send a call on a new connection: the server had closed an idle one, and so probably the others."""
         for connection in list(self._idle):
             connection.drop()
         self._waiting.appendleft(call)
 
-    def _withdraw(self, call: Call) -> None:
+    def _withdraw(self, call: HttpCall) -> None:
         if call.connection is not None:
             call.connection.drop()
             self.assign()
@@ -202,7 +204,7 @@ class HttpClient:
             self._num_connecting -= 1
         self.assign()
 
-    def _fail_connect(self, call: Call, error: ConnectFailed) -> None:
+    def _fail_connect(self, call: HttpCall, error: ConnectFailed) -> None:
         if call.num_sent:  # sent over a connection that the server then closed
             message = f"{self.url.text} closed the connection and is unreachable: {error.message}"
             call.fail(WorkerLost(message, address=self.url.address, reason="unreachable"))
@@ -217,7 +219,7 @@ class _Connection(asyncio.Protocol):
         self._client = client
         self._transport: asyncio.Transport | None = None
         self._parser: httptools.HttpResponseParser | None = None
-        self._call: Call | None = None
+        self._call: HttpCall | None = None
         self._num_calls = 0
         self._status = 0
         """0 before the response head."""
@@ -244,7 +246,7 @@ class _Connection(asyncio.Protocol):
             return False
         return bool(transport.get_extra_info("sockname") == transport.get_extra_info("peername"))
 
-    def start(self, call: Call) -> None:
+    def start(self, call: HttpCall) -> None:
         assert self._transport is not None
         self._call, call.connection = call, self
         call.num_sent += 1
@@ -313,7 +315,7 @@ class _Connection(asyncio.Protocol):
             self._lose(call, error)
         self._client.assign()
 
-    def _lose(self, call: Call, error: Exception | None) -> None:
+    def _lose(self, call: HttpCall, error: Exception | None) -> None:
         client = self._client
         if self._status and error is None and self._ends_at_close():
             call.finish()
@@ -329,7 +331,7 @@ class _Connection(asyncio.Protocol):
         """Whether the end of the connection ends the body."""
         return "content-length" not in self._headers and "transfer-encoding" not in self._headers
 
-    def _end(self, call: Call, now: float, is_clean: bool) -> None:
+    def _end(self, call: HttpCall, now: float, is_clean: bool) -> None:
         self._call = self._parser = call.connection = None
         call.finish()
         if self._is_reusable and is_clean:

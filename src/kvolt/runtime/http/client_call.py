@@ -47,7 +47,7 @@ class ClientConnection(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class HttpCall:
     """One request in progress."""
 
     request: bytes
@@ -55,7 +55,7 @@ class Call:
     timeouts: Timeouts | None
     server: str
     """URL of the server, for messages."""
-    withdraw: Callable[[Call], None]
+    withdraw: Callable[[HttpCall], None]
     """Removes the call from its connection, or from those that wait for one."""
     timer: LazyTimer | None = None
     connection: ClientConnection | None = None

@@ -12,7 +12,7 @@ import logging
 from typing import Any, cast
 
 from kvolt.runtime.http.half_closed import HalfClosedWatch
-from kvolt.runtime.http.host import Host
+from kvolt.runtime.http.host import ConnectionOwner
 from kvolt.runtime.http.protocol import (
     BODILESS,
     CHUNKED_LINE,
@@ -26,7 +26,7 @@ from kvolt.runtime.http.protocol import (
     has_body,
     json_error,
 )
-from kvolt.runtime.http.reader import Phase, RequestReader
+from kvolt.runtime.http.reader import ReadPhase, RequestReader
 from kvolt.runtime.http.writer import EVENT_STREAM, SSE_COMMENT, ResponseWriter, WrittenResponse
 from kvolt.runtime.lazy_timer import LazyTimer
 from kvolt.runtime.network import join_address, tune_socket
@@ -50,10 +50,10 @@ _BUSY = json_error(503, "too many connections", "overloaded", headers={"retry-af
 _STOPPING = json_error(503, "the server is stopping", "unavailable")
 
 
-class Connection(asyncio.Protocol):
+class HttpConnection(asyncio.Protocol):
     """One client connection."""
 
-    def __init__(self, host: Host[Connection]) -> None:
+    def __init__(self, host: ConnectionOwner[HttpConnection]) -> None:
         self._host = host
         self._loop = asyncio.get_running_loop()
         self._transport = cast(asyncio.Transport, None)
@@ -142,7 +142,7 @@ class Connection(asyncio.Protocol):
 
     def finish(self) -> None:
         """Close after the current request, or immediately if there is none."""
-        if self._task is None and self._reader.phase is Phase.IDLE:
+        if self._task is None and self._reader.phase is ReadPhase.IDLE:
             self.close()
 
     def close(self) -> None:
@@ -252,7 +252,7 @@ class Connection(asyncio.Protocol):
             self.close()
         elif reader.refusal is not None:
             self._refuse(reader.refusal)
-        elif reader.phase is Phase.IDLE:
+        elif reader.phase is ReadPhase.IDLE:
             if self._host.draining:
                 self.close()
             else:
@@ -373,9 +373,9 @@ class Connection(asyncio.Protocol):
         if self._closing or self._reading_paused or reader.mark == self._watched_mark:
             return
         self._watched_mark = reader.mark
-        if reader.phase is Phase.HEAD:
+        if reader.phase is ReadPhase.HEAD:
             self._timer.arm(self._host.limits.header_timeout_s)
-        elif reader.phase is Phase.BODY:
+        elif reader.phase is ReadPhase.BODY:
             self._timer.arm(self._host.limits.body_timeout_s)
         elif self._task is not None:
             self._timer.disarm()
@@ -384,10 +384,10 @@ class Connection(asyncio.Protocol):
         reader = self._reader
         if self._closing:
             self._transport.abort()
-        elif reader.phase is Phase.IDLE:
+        elif reader.phase is ReadPhase.IDLE:
             self.close()
         else:
-            part = "headers" if reader.phase is Phase.HEAD else "body"
+            part = "headers" if reader.phase is ReadPhase.HEAD else "body"
             reader.refuse(408, f"the {part} of the request did not arrive in time", "request_timeout")
             if self._task is None and reader.refusal is not None:
                 self._refuse(reader.refusal)

@@ -14,7 +14,7 @@ C_contra = TypeVar("C_contra", contravariant=True)
 """The server's class of connections."""
 
 
-class Host(Protocol[C_contra]):
+class ConnectionOwner(Protocol[C_contra]):
     """Interface of the server that a connection needs."""
 
     limits: HttpLimits

@@ -15,7 +15,7 @@ _SMALL_CHUNK_BYTES = 64
 """Minimum mean chunk size. A body of millions of tiny chunks would delay all other requests for seconds."""
 
 
-class Phase(IntEnum):
+class ReadPhase(IntEnum):
     """Part of a request that the next byte belongs to."""
 
     IDLE = 0
@@ -66,7 +66,7 @@ class RequestReader:
         self._had_callback = False
         self._upgrading = False
         self.requests: deque[HttpRequest] = deque()
-        self.phase = Phase.IDLE
+        self.phase = ReadPhase.IDLE
         self.mark = 0
         self.done = False
         self.refusal: Response | None = None
@@ -159,7 +159,7 @@ class RequestReader:
         self._num_chunks = 0
         self._upgrading = False
         self.wants_continue = False
-        self.phase = Phase.HEAD
+        self.phase = ReadPhase.HEAD
         self.mark += 1
 
     def on_url(self, url: bytes) -> None:
@@ -168,7 +168,7 @@ class RequestReader:
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._count_head(len(name) + len(value) + 4)
-        if self.phase is Phase.BODY:
+        if self.phase is ReadPhase.BODY:
             return  # trailers are ignored
         key = name.decode("latin-1").lower()
         text = value.decode("latin-1").rstrip(" \t")
@@ -186,7 +186,7 @@ class RequestReader:
         if self._parser.should_upgrade():
             self._upgrading = True
             return
-        self.phase = Phase.BODY
+        self.phase = ReadPhase.BODY
         self.mark += 1
         headers = self._headers
         if "content-length" in headers:
@@ -255,7 +255,7 @@ class RequestReader:
         self.requests.append(request)
         self.done = not request.keep_alive
         self.wants_continue = False
-        self.phase = Phase.IDLE
+        self.phase = ReadPhase.IDLE
         self.mark += 1
 
     def _target_without_host(self) -> str:

@@ -36,7 +36,7 @@ from kvolt.core.errors import (
     Unsupported,
 )
 from kvolt.runtime.clock import Clock, new_id
-from kvolt.runtime.http.connection import Connection
+from kvolt.runtime.http.connection import HttpConnection
 from kvolt.runtime.http.cors import CorsPolicy
 from kvolt.runtime.http.protocol import (
     HttpLimits,
@@ -224,7 +224,7 @@ class HttpServer:
         self._rng = rng if rng is not None else random.SystemRandom()
         self._task_group = TaskGroup("http")
         self._listener: Listener | None = None
-        self._connections: dict[Connection, None] = {}
+        self._connections: dict[HttpConnection, None] = {}
         self._all_closed = asyncio.Event()
         self._date_line = ""
         self._date_second = -1
@@ -235,7 +235,7 @@ class HttpServer:
 
     async def start(self, address: str) -> str:
         """Listen; returns the bound address, with the port chosen by the system."""
-        self._listener = await self._network.listen(address, lambda: Connection(self))
+        self._listener = await self._network.listen(address, lambda: HttpConnection(self))
         return self._listener.address
 
     async def close(self, drain_s: float = 0.0) -> None:
@@ -268,13 +268,13 @@ class HttpServer:
 
     # connection.Host
 
-    def admit(self, connection: Connection) -> bool:
+    def admit(self, connection: HttpConnection) -> bool:
         if self.draining or len(self._connections) >= self.limits.max_connections:
             return False
         self._connections[connection] = None
         return True
 
-    def remove_connection(self, connection: Connection) -> None:
+    def remove_connection(self, connection: HttpConnection) -> None:
         self._connections.pop(connection, None)
         if not self._connections:
             self._all_closed.set()

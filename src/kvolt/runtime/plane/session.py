@@ -26,7 +26,7 @@ from kvolt.core.errors import (
 from kvolt.runtime.plane import wire
 from kvolt.runtime.plane.bulk import BulkReceiver
 from kvolt.runtime.plane.outbox import step_deltas
-from kvolt.runtime.plane.sending import Host, SendingSide
+from kvolt.runtime.plane.sending import SendingSide, SessionDriver
 from kvolt.runtime.plane.served_stream import ServedStream
 from kvolt.runtime.plane.stats import PlaneStats, outcome
 from kvolt.runtime.plane.steps import StepReader, resolve_step
@@ -51,7 +51,13 @@ class Session(SendingSide):
     """The state of one connection: its streams, and what arrives for them."""
 
     def __init__(
-        self, *, dialer: bool, hello: wire.Hello, limits: SessionLimits, host: Host, stats: PlaneStats
+        self,
+        *,
+        dialer: bool,
+        hello: wire.Hello,
+        limits: SessionLimits,
+        host: SessionDriver,
+        stats: PlaneStats,
     ) -> None:
         super().__init__(hello, limits.max_message_bytes, host, stats)
         self._limits = limits

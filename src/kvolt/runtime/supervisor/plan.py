@@ -119,7 +119,7 @@ class SendKill(msgspec.Struct, frozen=True):
     child: str
 
 
-class Report(msgspec.Struct, frozen=True):
+class TerminalLine(msgspec.Struct, frozen=True):
     """A line for the terminal."""
 
     level: Level
@@ -132,7 +132,7 @@ class Finish(msgspec.Struct, frozen=True):
     code: int
 
 
-Action = Spawn | StartTimer | SendTerm | SendKill | Report | Finish
+Action = Spawn | StartTimer | SendTerm | SendKill | TerminalLine | Finish
 
 _S = ChildState
 _AFTER_EXIT = (_S.BACKOFF, _S.FAILED, _S.STOPPED)
@@ -212,7 +212,9 @@ class SupervisorPlan:
         """Handle one event; `now` is monotonic time in seconds. Raises IllegalTransition."""
         if isinstance(event, StopRequested):
             return (
-                [] if self._stopping else [Report(Level.INFO, f"stopping: {event.reason}"), *self._stop_all()]
+                []
+                if self._stopping
+                else [TerminalLine(Level.INFO, f"stopping: {event.reason}"), *self._stop_all()]
             )
         child = self._children.get(event.child)
         if child is None or (child.state, type(event)) not in TRANSITIONS:
@@ -261,7 +263,7 @@ class SupervisorPlan:
         if not retryable:
             self._exit_code = self._exit_code or CONFIG_EXIT_CODE
             self._move(child, event, _S.FAILED)
-            return [Report(Level.ERROR, f"{child.name} {text}; stopping, since a restart cannot help")]
+            return [TerminalLine(Level.ERROR, f"{child.name} {text}; stopping, since a restart cannot help")]
         was_stable = (
             isinstance(event, Exited) and event.was_serving and event.uptime_s >= self._restart.stable_after_s
         )
@@ -271,7 +273,7 @@ class SupervisorPlan:
         child.backoff_s = min(backoff_s, self._restart.backoff_max_s)
         self._move(child, event, _S.BACKOFF)
         return [
-            Report(Level.WARNING, f"{child.name} {text}; restarting in {child.backoff_s:g} s"),
+            TerminalLine(Level.WARNING, f"{child.name} {text}; restarting in {child.backoff_s:g} s"),
             StartTimer(child.backoff_s, BackoffElapsed(child.name)),
         ]
 
@@ -280,11 +282,13 @@ class SupervisorPlan:
             child.kill_sent = True
             text = f"{child.name} did not end within {self._stop_timeout_s:g} s of SIGTERM; killing it"
             timer = StartTimer(self._stop_timeout_s, KillTimeout(child.name))
-            return [Report(Level.WARNING, text), SendKill(child.name), timer]
+            return [TerminalLine(Level.WARNING, text), SendKill(child.name), timer]
         # Blocked in the kernel (a driver, a hung file system): waiting longer would hang the supervisor too.
         self._exit_code = self._exit_code or STUCK_EXIT_CODE
         self._move(child, event, _S.FAILED)
-        return [Report(Level.ERROR, f"{child.name} does not end after SIGKILL; leaving it to the system")]
+        return [
+            TerminalLine(Level.ERROR, f"{child.name} does not end after SIGKILL; leaving it to the system")
+        ]
 
     def _stop_all(self) -> list[Action]:
         self._stopping = True

@@ -193,7 +193,7 @@ class Supervisor:
                     self._processes[child].process.terminate()
                 case plan.SendKill(child):
                     self._processes[child].process.kill()
-                case plan.Report(level, text):
+                case plan.TerminalLine(level, text):
                     self._view.show_own(level, text)
                 case plan.Finish(code):
                     self._exit_code = code

@@ -22,7 +22,7 @@ from kvolt.transfer.memory.slabs import Numbers, Slab
 from kvolt.transfer.nixl.memory import LocalMemory, NixlMemory, is_one_sided
 from kvolt.transfer.nixl.read import NixlRead
 from kvolt.transfer.paths import nixl_library
-from kvolt.transfer.reads.progress import Progress, Timer
+from kvolt.transfer.reads.progress import ProgressThread, Timer
 from kvolt.transfer.reads.read_op import NIXL, ReadOp
 from kvolt.transfer.reads.wire import Address, NixlSlab
 
@@ -51,7 +51,7 @@ class _Peer:
 class Nixl:
     """See the module. Progress thread only."""
 
-    def __init__(self, progress: Progress, name: str) -> None:
+    def __init__(self, progress: ProgressThread, name: str) -> None:
         self._progress = progress
         self._name = name
         self._agent: Any = None

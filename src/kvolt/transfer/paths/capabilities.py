@@ -1,4 +1,4 @@
-"""Capabilities: the paths one side supports, with cause and remedy for each missing one. Pure.
+"""PathCapabilities: the paths one side supports, with cause and remedy for each missing one. Pure.
 
 Derived from the facts that `machine` collects. Names are the paths of the lane table and `rdma`, which NIXL needs for
 one-sided reads between hosts.
@@ -27,7 +27,7 @@ _RDMA_TRANSPORTS = ("rc", "ud", "dc")
 """Names in UCX_TLS, possibly with a variant suffix (rc_x, dc_mlx5); `ib` stands for all."""
 
 
-class Capabilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class PathCapabilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Paths that one side supports."""
 
     paths: frozenset[str]
@@ -66,7 +66,7 @@ class MissingPath(msgspec.Struct, frozen=True):
         return f"{self.cause}; {self.remedy}"
 
 
-def capabilities_of(facts: MachineFacts, shared_memory: bool = True, nixl: bool = True) -> Capabilities:
+def capabilities_of(facts: MachineFacts, shared_memory: bool = True, nixl: bool = True) -> PathCapabilities:
     """Capabilities of an agent on this machine with these settings."""
     missing = missing_paths(facts)
     if not shared_memory:
@@ -75,7 +75,7 @@ def capabilities_of(facts: MachineFacts, shared_memory: bool = True, nixl: bool 
     if not nixl:
         missing.setdefault("nixl", MissingPath("NIXL is turned off", "turn it on (transfer.nixl)"))
     paths = frozenset((*_ALWAYS, *_CUDA, "shm", "nixl", "rdma")) - missing.keys()
-    return Capabilities(paths=paths, missing={name: str(path) for name, path in missing.items()})
+    return PathCapabilities(paths=paths, missing={name: str(path) for name, path in missing.items()})
 
 
 def missing_paths(facts: MachineFacts) -> dict[str, MissingPath]:

@@ -12,7 +12,7 @@ from kvolt.transfer.memory.device_memory import MemoryKind
 from kvolt.transfer.paths.lanes import Place
 from kvolt.transfer.paths.link_speeds import LinkSpeeds
 from kvolt.transfer.paths.path_choice import bytes_per_s, lane_name
-from kvolt.transfer.paths.routes import Lack, NoRoute, Route, Sides, plan
+from kvolt.transfer.paths.routes import Lack, NoRoute, Sides, TransferRoute, plan
 
 MIN_SPEEDUP = 1.5
 """Minimum speed ratio of the alternative to report a fallback."""
@@ -47,7 +47,7 @@ class Fallback(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def table_route(sides: Sides) -> Route | None:
+def table_route(sides: Sides) -> TransferRoute | None:
     """Fastest route by the lane table; None if the capabilities allow none."""
     try:
         return plan(sides, LinkSpeeds())
@@ -55,7 +55,9 @@ def table_route(sides: Sides) -> Route | None:
         return None
 
 
-def find_fallback(sides: Sides, path: str, speeds: LinkSpeeds, route: Route | None) -> Fallback | None:
+def find_fallback(
+    sides: Sides, path: str, speeds: LinkSpeeds, route: TransferRoute | None
+) -> Fallback | None:
     """Compare the path in use with `route`, its `table_route`. None unless the route is much faster.
 
     The path must also be slower by the lane table, since a measured speed alone is not comparable with the table.
@@ -91,19 +93,19 @@ def find_fallback(sides: Sides, path: str, speeds: LinkSpeeds, route: Route | No
     )
 
 
-def _crossing(route: Route) -> str:
+def _crossing(route: TransferRoute) -> str:
     """Path of the hop that leaves the source process."""
     return next((hop.path for hop in route.hops if hop.source.home != hop.destination.home), "")
 
 
-def _speed(route: Route, speeds: LinkSpeeds) -> float:
+def _speed(route: TransferRoute, speeds: LinkSpeeds) -> float:
     """Speed of the route: measured if all hops were, else by the lane table."""
     links = [speeds.expected(hop.source.host, hop.link) for hop in route.hops]
     measured = [link.bytes_per_s for link in links if link is not None]
     return route.bytes_per_s if len(measured) < len(links) else 1 / sum(1 / each for each in measured)
 
 
-def _not_taken_reason(source: Place, route: Route) -> Lack:
+def _not_taken_reason(source: Place, route: TransferRoute) -> Lack:
     """Reason why a route that both sides support is not used."""
     if source.kind is MemoryKind.HOST:
         return Lack(

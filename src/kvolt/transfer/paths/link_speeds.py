@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvolt.core.card import Link
+from kvolt.core.card import MeasuredLink
 
 MAX_LINKS = 512
 """The least recently used link is evicted."""
@@ -62,12 +62,12 @@ class LinkSpeeds:
         measured.num_bytes = decay * measured.num_bytes + num_bytes
         measured.seconds = decay * measured.seconds + transfer_s
 
-    def expected(self, peer: str, path: str) -> Link | None:
+    def expected(self, peer: str, path: str) -> MeasuredLink | None:
         """Measured speed; None before the first large transfer."""
         measured = self._links.get((peer, path))
         if measured is None or not measured.num_large:
             return None
-        return Link(path, measured.num_bytes / measured.seconds, measured.latency_s or 0.0)
+        return MeasuredLink(path, measured.num_bytes / measured.seconds, measured.latency_s or 0.0)
 
     def num_large(self, peer: str, path: str) -> int:
         """Number of transfers that measured the speed."""
@@ -85,7 +85,7 @@ class LinkSpeeds:
         for name in [name for name in self._links if name[0] == peer]:
             del self._links[name]
 
-    def links(self, max_links: int | None = None) -> dict[str, Link]:
+    def links(self, max_links: int | None = None) -> dict[str, MeasuredLink]:
         """Measured speeds by "path@peer", sorted by name, as in `EngineInfo.links`.
 
         `max_links`: only the most recently used ones.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvolt.transfer.memory.device_memory import MemoryKind
-from kvolt.transfer.paths.capabilities import Capabilities
+from kvolt.transfer.paths.capabilities import PathCapabilities
 from kvolt.transfer.paths.lanes import Lane, lanes
 from kvolt.transfer.paths.link_speeds import LinkSpeeds
 from kvolt.transfer.paths.routes import TYPICAL_PIECE_BYTES, NoRoute, Sides, plan
@@ -19,13 +19,13 @@ _COMMON_PATHS = ("copy", "cuda-copy")
 """Paths that staging may use on either side."""
 
 
-class Choice(NamedTuple):
+class PathChoice(NamedTuple):
     path: str
     challenger: str | None
     """Path to try occasionally: faster by the table and not measured as slower."""
 
 
-def choose(sides: Sides, paths: Sequence[str], speeds: LinkSpeeds, *, current: str = "") -> Choice:
+def choose(sides: Sides, paths: Sequence[str], speeds: LinkSpeeds, *, current: str = "") -> PathChoice:
     """Choose one of `paths`, which both sides support. `current`: the previous choice.
 
     Measured speeds are compared only with each other, since a busy machine makes every path slower than the table of
@@ -41,7 +41,7 @@ def choose(sides: Sides, paths: Sequence[str], speeds: LinkSpeeds, *, current: s
         if measured[best] >= MIN_SWITCH_SPEEDUP * measured[path]:
             path = best
     if path != table_best:
-        return Choice(path, table_best)
+        return PathChoice(path, table_best)
     unproven = {each: speed for each, speed in table_speeds.items() if each not in measured and each != path}
     challenger = max(unproven, key=unproven.__getitem__, default=None)
     if (
@@ -49,8 +49,8 @@ def choose(sides: Sides, paths: Sequence[str], speeds: LinkSpeeds, *, current: s
         or path not in measured
         or unproven[challenger] < MIN_SWITCH_SPEEDUP * measured[path]
     ):
-        return Choice(path, None)
-    return Choice(path, challenger)
+        return PathChoice(path, None)
+    return PathChoice(path, challenger)
 
 
 def lane_of_path(sides: Sides, path: str) -> Lane | None:
@@ -84,7 +84,7 @@ def bytes_per_s(sides: Sides, path: str, speeds: LinkSpeeds) -> float:
     lane = lane_of_path(sides, path)
     if lane is not None:
         return 1 / (1 / lane.cost.bytes_per_s + lane.cost.block_s / TYPICAL_PIECE_BYTES)
-    only = Capabilities(paths=frozenset((path, *_COMMON_PATHS)))
+    only = PathCapabilities(paths=frozenset((path, *_COMMON_PATHS)))
     try:
         return plan(sides._replace(mine=only, theirs=only), LinkSpeeds()).bytes_per_s
     except NoRoute:

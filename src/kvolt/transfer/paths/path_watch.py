@@ -15,14 +15,14 @@ from functools import cached_property
 
 import msgspec
 
-from kvolt.core.card import Link
+from kvolt.core.card import MeasuredLink
 from kvolt.transfer.memory.device_memory import MemoryKind
-from kvolt.transfer.paths.capabilities import Capabilities
+from kvolt.transfer.paths.capabilities import PathCapabilities
 from kvolt.transfer.paths.fallbacks import find_fallback, table_route
 from kvolt.transfer.paths.lanes import Place
 from kvolt.transfer.paths.link_speeds import LinkSpeeds
-from kvolt.transfer.paths.path_choice import MIN_PROVEN_READS, Choice, choose, lane_name
-from kvolt.transfer.paths.routes import Route, Sides
+from kvolt.transfer.paths.path_choice import MIN_PROVEN_READS, PathChoice, choose, lane_name
+from kvolt.transfer.paths.routes import Sides, TransferRoute
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ _MAX_TRIAL_INTERVAL = 256
 class PathOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Path settings of one agent."""
 
-    capabilities: Capabilities
+    capabilities: PathCapabilities
     self_test: bool = False
     """Test the paths to a peer after the first read from it, and allow peers to test paths to this agent."""
 
@@ -51,7 +51,7 @@ class Peer:
     host: str
     """Host of the peer; the local host if the peer is on it."""
     agent: str
-    capabilities: Capabilities
+    capabilities: PathCapabilities
     is_near: bool = False
     """Reached over its Unix socket, so its shared memory can be mapped."""
 
@@ -60,7 +60,7 @@ class Peer:
 class _CachedChoice:
     """A choice and the countdown to the next trial of its challenger."""
 
-    choice: Choice
+    choice: PathChoice
     num_trials: int = 0
     interval: int = _TRIAL_INTERVAL
     num_left: int = _TRIAL_INTERVAL
@@ -107,14 +107,14 @@ class _Pair:
         self.choices: dict[tuple[str, ...], _CachedChoice] = {}
 
     @cached_property
-    def table_route(self) -> Route | None:
+    def table_route(self) -> TransferRoute | None:
         return table_route(self.sides)
 
 
 class PathWatch:
     """See the module. Thread-safe."""
 
-    def __init__(self, host: str, agent: str, capabilities: Capabilities) -> None:
+    def __init__(self, host: str, agent: str, capabilities: PathCapabilities) -> None:
         self.capabilities = capabilities
         self.on_speed_change: Callable[[], object] = _nothing
         """Called in the progress thread when `links` has changed significantly."""
@@ -130,7 +130,7 @@ class PathWatch:
         self._num_slow: Counter[tuple[str, str]] = Counter()
         self._pairs: dict[tuple[Peer, Endpoints], _Pair] = {}
 
-    def peer(self, host: str, agent: str, is_near: bool, capabilities: Capabilities) -> Peer:
+    def peer(self, host: str, agent: str, is_near: bool, capabilities: PathCapabilities) -> Peer:
         """`is_near`: reached over its Unix socket, so on this host."""
         return Peer(self._host if is_near else host, agent, capabilities, is_near)
 
@@ -181,7 +181,7 @@ class PathWatch:
         if is_new:
             log.warning("slow transfer path: host=%s %s", peer.host, fallback)
 
-    def links(self, max_links: int | None = None) -> dict[str, Link]:
+    def links(self, max_links: int | None = None) -> dict[str, MeasuredLink]:
         """Measured speeds in the form of `EngineInfo.links`, of at most `max_links` links."""
         with self._lock:
             return self._speeds.links(max_links)

@@ -18,7 +18,7 @@ import msgspec
 
 from kvolt.core.errors import Fault, KvoltError
 from kvolt.transfer.memory.device_memory import MemoryKind
-from kvolt.transfer.paths.capabilities import Capabilities
+from kvolt.transfer.paths.capabilities import PathCapabilities
 from kvolt.transfer.paths.lanes import Lane, Place, lanes
 from kvolt.transfer.paths.link_speeds import LinkSpeeds
 
@@ -68,7 +68,7 @@ class RuledOut(msgspec.Struct, frozen=True, kw_only=True):
     lacks: tuple[Lack, ...]
 
 
-class Route(msgspec.Struct, frozen=True, kw_only=True):
+class TransferRoute(msgspec.Struct, frozen=True, kw_only=True):
     hops: tuple[Hop, ...]
     bytes_per_s: float
     """Expected for the whole route, for the planned piece size."""
@@ -92,8 +92,8 @@ class Sides(NamedTuple):
 
     source: Place
     destination: Place
-    mine: Capabilities
-    theirs: Capabilities
+    mine: PathCapabilities
+    theirs: PathCapabilities
 
     def lacks_of(self, place: Place, names: tuple[str, ...]) -> Iterator[Lack]:
         """Capabilities of `names` that the owner of `place` lacks."""
@@ -104,7 +104,7 @@ class Sides(NamedTuple):
                 yield Lack(side, name, capabilities.missing.get(name, "not offered"))
 
 
-def plan(sides: Sides, speeds: LinkSpeeds, piece_bytes: int = TYPICAL_PIECE_BYTES) -> Route:
+def plan(sides: Sides, speeds: LinkSpeeds, piece_bytes: int = TYPICAL_PIECE_BYTES) -> TransferRoute:
     """Fastest route for pieces of `piece_bytes`. NoRoute if there is none."""
     # Ties: fewer hops, then enumeration order.
     candidates = sorted(
@@ -114,7 +114,9 @@ def plan(sides: Sides, speeds: LinkSpeeds, piece_bytes: int = TYPICAL_PIECE_BYTE
     best = next((candidate for candidate in candidates if not candidate.lacks), None)
     if best is None:
         raise _no_route(sides, candidates)
-    return Route(hops=best.hops, bytes_per_s=1 / best.s_per_byte, ruled_out=_ruled_out(candidates, best))
+    return TransferRoute(
+        hops=best.hops, bytes_per_s=1 / best.s_per_byte, ruled_out=_ruled_out(candidates, best)
+    )
 
 
 def _candidates(sides: Sides, speeds: LinkSpeeds, piece_bytes: int) -> Iterator[_Candidate]:

@@ -15,7 +15,7 @@ from kvolt.transfer.peer.connection import FrameConnection
 from kvolt.transfer.peer.handshakes import Handshakes
 from kvolt.transfer.peer.sockets import OnConnected, connect, host_port
 from kvolt.transfer.reads import wire
-from kvolt.transfer.reads.progress import Progress
+from kvolt.transfer.reads.progress import ProgressThread
 
 CONNECT_S = 10.0
 """Deadline for the Welcome message."""
@@ -52,7 +52,11 @@ class ConnectAttempt:
     """Connects to a peer, whose Welcome must arrive within CONNECT_S."""
 
     def __init__(
-        self, progress: Progress, address: wire.Address, on_timeout: OnError, handshakes: Handshakes | None
+        self,
+        progress: ProgressThread,
+        address: wire.Address,
+        on_timeout: OnError,
+        handshakes: Handshakes | None,
     ) -> None:
         """`handshakes`: of TLS, for TCP; None: without TLS."""
         self._progress = progress
@@ -90,7 +94,7 @@ class ChunkConnection:
 
     def __init__(
         self,
-        progress: Progress,
+        progress: ProgressThread,
         address: wire.Address,
         hello: wire.Hello,
         find_sink: Callable[[int], ChunkSink | None],

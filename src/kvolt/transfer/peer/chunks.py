@@ -20,7 +20,7 @@ from kvolt.core.errors import ProtocolError, WorkerLost
 from kvolt.transfer.memory import block_bytes
 from kvolt.transfer.memory.pieces import Pieces, Sums
 from kvolt.transfer.peer.streams import stream_of
-from kvolt.transfer.reads.progress import Progress
+from kvolt.transfer.reads.progress import ProgressThread
 from kvolt.transfer.reads.wire import CHUNK, CHUNK_BYTES
 
 _MAX_CHUNK_BLOCKS = CHUNK_BYTES
@@ -52,7 +52,7 @@ class OutgoingBlocks:
 class ChunkSender:
     """See the module. Progress thread only."""
 
-    def __init__(self, progress: Progress, sock: socket.socket, on_lost: Callable[[], None]) -> None:
+    def __init__(self, progress: ProgressThread, sock: socket.socket, on_lost: Callable[[], None]) -> None:
         self._progress = progress
         self._stream = stream_of(sock)
         self._on_lost = on_lost
@@ -181,7 +181,7 @@ class ChunkReceiver:
 
     def __init__(
         self,
-        progress: Progress,
+        progress: ProgressThread,
         sock: socket.socket,
         find_sink: Callable[[int], ChunkSink | None],
         on_lost: Callable[[Exception], None],

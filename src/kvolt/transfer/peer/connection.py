@@ -14,7 +14,7 @@ from kvolt.core.errors import KvoltError, Overloaded, ProtocolError, WorkerLost
 from kvolt.runtime.plane.byte_budget import ByteBudget
 from kvolt.transfer.peer.sockets import host_of
 from kvolt.transfer.peer.streams import stream_of
-from kvolt.transfer.reads.progress import Progress, Timer
+from kvolt.transfer.reads.progress import ProgressThread, Timer
 from kvolt.transfer.reads.wire import MAX_FRAME_BYTES, FrameReader, Message, to_frame
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class FrameConnection:
 
     def __init__(
         self,
-        progress: Progress,
+        progress: ProgressThread,
         sock: socket.socket,
         on_message: Callable[[Message], None],
         on_closed: Callable[[KvoltError], None],

@@ -17,7 +17,7 @@ from typing import Protocol
 from kvolt.core.errors import ConnectFailed, KvoltError, Overloaded, ProtocolError
 from kvolt.runtime.security.identity import ProcessRole, identity_of
 from kvolt.transfer.peer.sockets import OnConnected
-from kvolt.transfer.reads.progress import Progress
+from kvolt.transfer.reads.progress import ProgressThread
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class TlsContexts(Protocol):
 class Handshakes:
     """Handshakes of one agent. Progress thread only, except `outcomes`."""
 
-    def __init__(self, progress: Progress, contexts: TlsContexts) -> None:
+    def __init__(self, progress: ProgressThread, contexts: TlsContexts) -> None:
         self._progress = progress
         self._contexts = contexts
         self.outcomes: Counter[str] = Counter()
@@ -126,7 +126,7 @@ class Handshakes:
 class _Handshake:
     """One handshake, with a deadline. `on_opened` is called once, unless it is cancelled."""
 
-    def __init__(self, progress: Progress, sock: ssl.SSLSocket, on_opened: OnOpened) -> None:
+    def __init__(self, progress: ProgressThread, sock: ssl.SSLSocket, on_opened: OnOpened) -> None:
         self._progress = progress
         self._socket = sock
         self._on_opened = on_opened

@@ -32,16 +32,16 @@ from kvolt.runtime.plane.byte_budget import ByteBudget
 from kvolt.transfer.memory.slabs import Slab
 from kvolt.transfer.nixl.path import Nixl
 from kvolt.transfer.paths import nixl_library
-from kvolt.transfer.paths.capabilities import Capabilities
+from kvolt.transfer.paths.capabilities import PathCapabilities
 from kvolt.transfer.paths.path_watch import PathOptions, PathWatch
 from kvolt.transfer.peer.handshakes import Handshakes, TlsContexts
-from kvolt.transfer.peer.link import Link
+from kvolt.transfer.peer.link import PeerLink
 from kvolt.transfer.peer.mailbox import Mailboxes, Waiter
 from kvolt.transfer.peer.offers import Offer, Offers, select_blocks
 from kvolt.transfer.peer.serving import ServingSession
 from kvolt.transfer.peer.sockets import Listener, host_of, listen_tcp, listen_unix, resolve
 from kvolt.transfer.reads import self_test
-from kvolt.transfer.reads.progress import Progress
+from kvolt.transfer.reads.progress import ProgressThread
 from kvolt.transfer.reads.read_op import COPY, ReadOp
 from kvolt.transfer.reads.wire import MAX_FRAME_BYTES, Address
 
@@ -54,7 +54,7 @@ _MAX_SESSIONS_PER_HOST = 1024
 """Connections from one address (IPv6: one /64); the Unix socket counts as one address."""
 _MAX_LINKS = 4096
 
-_NO_PATHS = PathOptions(capabilities=Capabilities(paths=frozenset()))
+_NO_PATHS = PathOptions(capabilities=PathCapabilities(paths=frozenset()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Hub:
             sockets[0].close()
             raise
         self.address = Address(agent, advertised, bound[1], unix)
-        self.progress = Progress("kvolt-transfer", clock)
+        self.progress = ProgressThread("kvolt-transfer", clock)
         credentials = listen.credentials
         self.handshakes = None if credentials is None else Handshakes(self.progress, credentials)
         self.nixl = Nixl(self.progress, agent) if uses_nixl else None
@@ -116,9 +116,9 @@ class Hub:
         self._num_by_host: Counter[str] = Counter()
         self._sessions_by_key: dict[str, ServingSession] = {}
         """Sessions without a chunk connection."""
-        self._links: dict[Address, Link] = {}
+        self._links: dict[Address, PeerLink] = {}
         """Keyed by the full address: agent names are not authenticated."""
-        self._retired: set[Link] = set()
+        self._retired: set[PeerLink] = set()
         """Replaced links that still have operations."""
         self._local_reads: dict[ReadOp, Offer] = {}
         """Reads of offers of this agent."""
@@ -204,7 +204,7 @@ class Hub:
                 del self._num_by_host[group]
         self._sessions_by_key.pop(session.key, None)
 
-    def remove_link(self, address: Address, link: Link) -> None:
+    def remove_link(self, address: Address, link: PeerLink) -> None:
         if self._links.get(address) is link:
             del self._links[address]
         self._retired.discard(link)
@@ -212,7 +212,7 @@ class Hub:
     def has_link(self, address: Address) -> bool:
         return address in self._links
 
-    def retire(self, address: Address, link: Link) -> None:
+    def retire(self, address: Address, link: PeerLink) -> None:
         """New reads open another link; this one closes when idle."""
         self.remove_link(address, link)
         if link.is_idle:
@@ -221,7 +221,7 @@ class Hub:
             self._retired.add(link)
             self.progress.call_at(self.progress.now() + _RETIRE_S, lambda: self._retire_again(address, link))
 
-    def _retire_again(self, address: Address, link: Link) -> None:
+    def _retire_again(self, address: Address, link: PeerLink) -> None:
         if not link.is_closed:
             self.retire(address, link)
 
@@ -269,13 +269,13 @@ class Hub:
             except Overloaded as error:
                 read_op.stop(error)
 
-    def link_to(self, address: Address) -> Link:
+    def link_to(self, address: Address) -> PeerLink:
         """Link to an agent, created on first use. Overloaded at the limit."""
         link = self._links.get(address)
         if link is None:
             if len(self._links) >= _MAX_LINKS:
                 raise Overloaded(f"too many links: limit is {_MAX_LINKS}", queue="links", limit=_MAX_LINKS)
-            link = Link(self, address)
+            link = PeerLink(self, address)
             if not link.is_closed:
                 self._links[address] = link
         return link

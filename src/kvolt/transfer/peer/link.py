@@ -1,4 +1,4 @@
-"""Link: outgoing connection to another agent, with all reads and waits on it.
+"""PeerLink: outgoing connection to another agent, with all reads and waits on it.
 
 Connects to the agent's Unix socket if reachable (then it is on this host and its shared memory can be mapped), else
 over TCP. Opened on first use and kept until it breaks; then everything pending on it fails. An unreachable local
@@ -36,7 +36,7 @@ from kvolt.transfer.peer.peer_memory import PeerMemory
 from kvolt.transfer.peer.sockets import SocketProbe, host_port
 from kvolt.transfer.reads import wire
 from kvolt.transfer.reads.peer_paths import PeerPaths
-from kvolt.transfer.reads.progress import Progress
+from kvolt.transfer.reads.progress import ProgressThread
 from kvolt.transfer.reads.read_op import NIXL, SHM, TCP, ReadOp
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class LinkOwner(Protocol):
     """The hub as its links use it."""
 
     address: wire.Address
-    progress: Progress
+    progress: ProgressThread
     nixl: Nixl | None
     uses_unix: bool
     handshakes: Handshakes | None
@@ -56,14 +56,14 @@ class LinkOwner(Protocol):
 
     def has_link(self, address: wire.Address) -> bool: ...
 
-    def remove_link(self, address: wire.Address, link: Link) -> None: ...
+    def remove_link(self, address: wire.Address, link: PeerLink) -> None: ...
 
-    def retire(self, address: wire.Address, link: Link) -> None:
+    def retire(self, address: wire.Address, link: PeerLink) -> None:
         """Replace the link for new reads; close it when idle."""
         ...
 
 
-class Link:
+class PeerLink:
     """See the module. Progress thread only."""
 
     def __init__(self, hub: LinkOwner, address: wire.Address) -> None:

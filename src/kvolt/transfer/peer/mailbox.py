@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvolt.core.errors import Cancelled, DeadlineExceeded, InvalidRequest, KvoltError, Overloaded
-from kvolt.transfer.reads.progress import Progress, Timer
+from kvolt.transfer.reads.progress import ProgressThread, Timer
 
 MAX_POSTS = 4096
 MAX_WAITERS = 4096
@@ -76,7 +76,7 @@ class Waiter:
 class Mailboxes:
     """Mailboxes of an agent. Progress thread only."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: ProgressThread) -> None:
         self._progress = progress
         self._posted: dict[int, PostedMessage] = {}
         self._local: dict[int, dict[Waiter, None]] = {}

@@ -35,7 +35,7 @@ from kvolt.transfer.peer.connection import FrameConnection
 from kvolt.transfer.peer.mailbox import Mailboxes, Waiter
 from kvolt.transfer.peer.offers import MAX_PIECES, CheckedFetch, Offer, Offers, check_fetch
 from kvolt.transfer.reads import wire
-from kvolt.transfer.reads.progress import Progress
+from kvolt.transfer.reads.progress import ProgressThread
 from kvolt.transfer.reads.read_op import NIXL
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class SessionOwner(Protocol):
     """The hub as its sessions use it."""
 
     address: wire.Address
-    progress: Progress
+    progress: ProgressThread
     nixl: Nixl | None
     frame_budget: ByteBudget
     paths: PathWatch

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from selectors import EVENT_READ, EVENT_WRITE
 
 from kvolt.core.errors import ConfigError, ConnectFailed, InvalidRequest
-from kvolt.transfer.reads.progress import Progress
+from kvolt.transfer.reads.progress import ProgressThread
 from kvolt.transfer.reads.wire import Address
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,9 @@ def host_port(address: Address) -> str:
     return f"{address.host}:{address.port}"
 
 
-def connect(progress: Progress, address: Address, use_unix: bool, on_done: OnConnected) -> Callable[[], None]:
+def connect(
+    progress: ProgressThread, address: Address, use_unix: bool, on_done: OnConnected
+) -> Callable[[], None]:
     """Connect; `on_done` is called once, possibly before this returns. Returns a function that cancels."""
     named = address.unix if use_unix else host_port(address)
     sock: socket.socket | None = None
@@ -158,7 +160,7 @@ def resolve(host: str, family: socket.AddressFamily) -> str:
 class SocketProbe:
     """Probes an unreachable Unix socket with exponential backoff, until it answers or the probe is closed."""
 
-    def __init__(self, progress: Progress, address: Address, on_reachable: Callable[[], None]) -> None:
+    def __init__(self, progress: ProgressThread, address: Address, on_reachable: Callable[[], None]) -> None:
         self._progress = progress
         self._address = address
         self._on_reachable = on_reachable
@@ -254,7 +256,7 @@ class Listener:
     """Accepts peers until closed; an error of one peer does not affect others."""
 
     def __init__(
-        self, progress: Progress, sock: socket.socket, on_peer: Callable[[socket.socket], None]
+        self, progress: ProgressThread, sock: socket.socket, on_peer: Callable[[socket.socket], None]
     ) -> None:
         """`on_peer` takes ownership of each socket."""
         self._progress = progress

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvolt.transfer.memory.device_memory import MemoryKind
-from kvolt.transfer.paths.capabilities import Capabilities
+from kvolt.transfer.paths.capabilities import PathCapabilities
 from kvolt.transfer.paths.path_watch import Endpoints, PathWatch, Peer, TransferPath
-from kvolt.transfer.reads.progress import Progress
+from kvolt.transfer.reads.progress import ProgressThread
 from kvolt.transfer.reads.read_op import TCP, ReadOp
 from kvolt.transfer.reads.read_request import ReadRequest
 from kvolt.transfer.reads.self_test import SelfTest, TestedLink
@@ -25,7 +25,7 @@ class PeerPaths:
     """See the module. Progress thread only."""
 
     def __init__(
-        self, watch: PathWatch, progress: Progress, link: TestedLink, address: Address, needs_test: bool
+        self, watch: PathWatch, progress: ProgressThread, link: TestedLink, address: Address, needs_test: bool
     ) -> None:
         self._watch = watch
         self._progress = progress
@@ -38,11 +38,11 @@ class PeerPaths:
         self._checked: dict[TransferPath, bool] = {}
         """Paths that blocks took, and whether each was checked for a fallback."""
 
-    def on_welcome(self, capabilities: Capabilities | None, is_near: bool) -> None:
+    def on_welcome(self, capabilities: PathCapabilities | None, is_near: bool) -> None:
         """`capabilities`: None from a peer that sends none; it cannot be tested."""
         if capabilities is None:
             self._needs_test = False
-            capabilities = Capabilities(
+            capabilities = PathCapabilities(
                 paths=frozenset(("copy", "tcp", "shm") if is_near else ("copy", "tcp"))
             )
         self._peer = self._watch.peer(self._address.host, self._address.agent, is_near, capabilities)

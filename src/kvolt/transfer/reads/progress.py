@@ -1,4 +1,4 @@
-"""Progress: event loop thread of an agent. All agent code except the public methods runs in it.
+"""ProgressThread: event loop thread of an agent. All agent code except the public methods runs in it.
 
 Sleeps until a socket is ready, a timer is due or a callback is queued. Long work such as copying many blocks runs in
 short steps, so that it does not delay other events.
@@ -35,7 +35,7 @@ class Work(Protocol):
 
 
 class Timer:
-    """Created by `Progress.call_at`; `cancel` is idempotent."""
+    """Created by `ProgressThread.call_at`; `cancel` is idempotent."""
 
     __slots__ = ("callback", "when")
 
@@ -50,7 +50,7 @@ class Timer:
         self.callback = None
 
 
-class Progress:
+class ProgressThread:
     """See the module. `call_soon` is thread-safe; all else is for its thread."""
 
     def __init__(self, name: str, clock: Clock) -> None:

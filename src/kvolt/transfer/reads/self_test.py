@@ -17,7 +17,7 @@ from kvolt.core.errors import DeadlineExceeded, KvoltError
 from kvolt.transfer.memory.device_memory import MemoryKind
 from kvolt.transfer.memory.slabs import Slab, SlabInfo
 from kvolt.transfer.paths.link_speeds import LARGE_BYTES, SMALL_BYTES
-from kvolt.transfer.reads.progress import Progress
+from kvolt.transfer.reads.progress import ProgressThread
 from kvolt.transfer.reads.read_op import NIXL, ReadOp
 from kvolt.transfer.reads.read_request import new_read_request
 from kvolt.transfer.reads.wire import Address, Ticket
@@ -62,7 +62,7 @@ class SelfTest:
 
     def __init__(
         self,
-        progress: Progress,
+        progress: ProgressThread,
         link: TestedLink,
         address: Address,
         paths: Sequence[str],

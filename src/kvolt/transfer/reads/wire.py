@@ -22,7 +22,7 @@ from kvolt.core.errors import ErrorInfo, ProtocolError
 from kvolt.runtime.plane.wire import MALFORMED
 from kvolt.transfer.memory.device_memory import DeviceHandle
 from kvolt.transfer.memory.slabs import SlabInfo
-from kvolt.transfer.paths.capabilities import Capabilities
+from kvolt.transfer.paths.capabilities import PathCapabilities
 
 VERSION = 4
 MAX_FRAME_BYTES = 32 << 20
@@ -80,7 +80,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Optional paths that this agent serves."""
     key: str = ""
     """Key for the chunk connection of this connection. Single use."""
-    capabilities: Capabilities | None = None
+    capabilities: PathCapabilities | None = None
     """Capabilities of the agent, for route planning."""
 
 

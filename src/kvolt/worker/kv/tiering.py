@@ -34,7 +34,7 @@ from kvolt.engines.contract import (
 )
 from kvolt.kv.peers.server import PeerServer
 from kvolt.kv.peers.tier import PeerTier
-from kvolt.kv.tiers.admission import Admission
+from kvolt.kv.tiers.admission import TierAdmission
 from kvolt.kv.tiers.cache import OnboardResult, TieredCache
 from kvolt.kv.tiers.metrics import HitWindow, TierReport, usage_of
 from kvolt.kv.tiers.slot_table import TierBlock
@@ -89,7 +89,7 @@ class Tiering:
         block_size: int,
         step_tokens: int,
         peers: tuple[PeerTier, PeerServer] | None = None,
-        admission: Admission | None = None,
+        admission: TierAdmission | None = None,
     ) -> None:
         """`publish`: called with changes of the tiers. `model`, `step_tokens`: see `FetchOrCompute`. `peers`: the tier
         of peer workers' blocks, and the server for peers. `admission`: which blocks are offloaded; all by default."""
@@ -100,7 +100,7 @@ class Tiering:
         self._block_size = block_size
         self._choice = FetchOrCompute(lambda: model, block_size, step_tokens, cache.host.block_s)
         self.peers = peers
-        self._admission = Admission() if admission is None else admission
+        self._admission = TierAdmission() if admission is None else admission
         self._sealed = asyncio.Event()
         self._num_sealed = 0
         """Blocks that wait to be offloaded; some may have been evicted."""

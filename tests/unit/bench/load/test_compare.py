@@ -9,12 +9,12 @@ import pytest
 from tests.unit.bench.load.test_report import FACTS, reported, sample
 
 from kvolt.bench.load.compare import Change, compare, differing_settings
-from kvolt.bench.load.report import Report
+from kvolt.bench.load.report import BenchReport
 from kvolt.bench.load.report_text import change_rows
 from kvolt.bench.load.sla import Sla
 
 
-def run(seed: int, mean_s: float, number: int = 400) -> Report:
+def run(seed: int, mean_s: float, number: int = 400) -> BenchReport:
     draw = random.Random(seed)
     return reported(
         [sample(each, ttft_s=draw.expovariate(1 / mean_s)) for each in range(number)], Sla({"ttft": 0.2})

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvolt.bench.load import page
 from kvolt.bench.load import tally as tally_module
 from kvolt.bench.load.page import html_page
-from kvolt.bench.load.report import Report, RunFacts, decode_report, encode_report, make_report
+from kvolt.bench.load.report import BenchReport, RunFacts, decode_report, encode_report, make_report
 from kvolt.bench.load.report_text import facts, latency_rows
 from kvolt.bench.load.sample import Rows, Sample
 from kvolt.bench.load.sla import Sla, parse_duration_s, parse_sla
@@ -64,7 +64,7 @@ def tallied(samples: list[Sample], sla: Sla | None = None) -> Tally:
     return tally
 
 
-def reported(samples: list[Sample], sla: Sla | None = None, facts: RunFacts = FACTS) -> Report:
+def reported(samples: list[Sample], sla: Sla | None = None, facts: RunFacts = FACTS) -> BenchReport:
     return make_report(facts, tallied(samples, sla))
 
 

@@ -14,15 +14,15 @@ from kvolt.bench.load.workloads import (
     Lengths,
     Prompt,
     PromptShape,
-    Session,
     Synthetic,
+    UserSession,
     parse_lengths,
 )
 from kvolt.core.errors import ConfigError
 from kvolt.core.trace import TraceRecord
 
 
-def only_ask(session: Session | None) -> Prompt:
+def only_ask(session: UserSession | None) -> Prompt:
     assert session is not None
     ask = session.next(None)
     assert ask is not None

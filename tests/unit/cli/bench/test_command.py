@@ -18,7 +18,7 @@ from tests.unit.bench.load.scripted_server import Heard, Script, ScriptedServer,
 from tests.unit.bench.load.server_thread import listening
 from tests.unit.cli.chat_lab import CERTIFICATE
 
-from kvolt.bench.load.report import Report, decode_report
+from kvolt.bench.load.report import BenchReport, decode_report
 from kvolt.cli.bench import command as bench
 from kvolt.cli.main import main
 
@@ -50,7 +50,7 @@ def asked(url: str, flags: str) -> int:
     return main(["bench", "--url", url, *flags.split()])
 
 
-def read(folder: str) -> Report:
+def read(folder: str) -> BenchReport:
     path = Path(folder) / "report.json"
     return decode_report(path.read_bytes(), str(path))
 

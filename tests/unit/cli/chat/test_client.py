@@ -12,7 +12,7 @@ import pytest
 from tests.unit.cli.chat_lab import CERTIFICATE, DONE, Script, Server, event, refusal, usage, whole
 
 from kvolt.cli.chat.client import ChatClient
-from kvolt.cli.chat.stream import CallPiece, ChunkReader, Piece, Usage, one_line
+from kvolt.cli.chat.stream import CallPiece, ChatUsage, ChunkReader, Piece, one_line
 from kvolt.core.errors import (
     ConfigError,
     ConnectFailed,
@@ -60,7 +60,7 @@ def test_pieces() -> None:
 
     assert read({"choices": []}) == Piece()
     assert read({"choices": None, "usage": {"prompt_tokens": 3, "completion_tokens": 2}}) == Piece(
-        usage=Usage(3, 2)
+        usage=ChatUsage(3, 2)
     )
     other = {"choices": [{"index": 1, "delta": {"content": "other"}}]}
     assert read(other) == Piece()
@@ -122,7 +122,7 @@ def test_an_answer_comes_whole_however_it_is_split() -> None:
     with Server(*scripts) as server:
         for _ in scripts:
             pieces = asyncio.run(pieces_of(client_of(server.url)))
-            assert pieces == [Piece(content=text), Piece(finish="stop"), Piece(usage=Usage(1, 2))]
+            assert pieces == [Piece(content=text), Piece(finish="stop"), Piece(usage=ChatUsage(1, 2))]
         assert server.asked[0].body == BODY
 
 

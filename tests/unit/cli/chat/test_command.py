@@ -19,7 +19,7 @@ from tests.waits import MUST_HAPPEN_S
 from kvolt.cli.chat.client import ChatClient
 from kvolt.cli.chat.command import Chat, wants_colour
 from kvolt.cli.chat.screen import Screen
-from kvolt.cli.chat.session import Session
+from kvolt.cli.chat.session import ChatSession
 from kvolt.cli.main import main
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.http.server_url import ServerUrl
@@ -203,7 +203,7 @@ class Talk:
     """A conversation whose keys are typed beforehand: lines, or what a key raises."""
 
     def __init__(self, server: Server, *typed: str | BaseException, model: str = "m") -> None:
-        self.session = Session(model)
+        self.session = ChatSession(model)
         self._out = io.StringIO()
         self._typed = [*typed, EOFError()]
         self.prompts: list[str] = []

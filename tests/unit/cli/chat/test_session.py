@@ -6,44 +6,44 @@ import json
 
 import pytest
 
-from kvolt.cli.chat.answer import Answer
+from kvolt.cli.chat.answer import ChatAnswer
 from kvolt.cli.chat.session import (
     COMMANDS,
     Action,
     Ask,
+    ChatMessage,
+    ChatSession,
     Complain,
     Composer,
     Leave,
-    Message,
     Save,
     Say,
-    Session,
     UseModel,
     unknown_field,
 )
-from kvolt.cli.chat.stream import CallPiece, Piece, Usage
+from kvolt.cli.chat.stream import CallPiece, ChatUsage, Piece
 from kvolt.core.request import Sampling
 
 
-def answer(text: str = "", *calls: CallPiece) -> Answer:
-    given = Answer(sent_at=0.0)
+def answer(text: str = "", *calls: CallPiece) -> ChatAnswer:
+    given = ChatAnswer(sent_at=0.0)
     given.add(Piece(content=text, calls=calls), 1.0)
     return given
 
 
-def talk(session: Session, *typed: str) -> Action:
+def talk(session: ChatSession, *typed: str) -> Action:
     action: Action = Leave()
     for text in typed:
-        action = session.handle(Message(text))
+        action = session.handle(ChatMessage(text))
     return action
 
 
-def ask(session: Session, question: str, reply: str) -> None:
+def ask(session: ChatSession, question: str, reply: str) -> None:
     assert talk(session, question) == Ask()
     session.answered(answer(reply))
 
 
-def sent(session: Session) -> list[tuple[str, str]]:
+def sent(session: ChatSession) -> list[tuple[str, str]]:
     return [(message["role"], message["content"]) for message in session.body()["messages"]]
 
 
@@ -53,18 +53,18 @@ def sent(session: Session) -> list[tuple[str, str]]:
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (["hello"], Message("hello")),
-        (["  hello "], Message("hello")),
-        (["one \\", "two\\", "three"], Message("one \ntwo\nthree")),
-        (['"""one', " two", 'three"""'], Message("one\n two\nthree", verbatim=True)),
-        (['"""', "/exit\\", '"""'], Message("/exit\\", verbatim=True)),
-        (['"""all of it"""'], Message("all of it", verbatim=True)),
-        (['  """pasted\nas one"""  '], Message("pasted\nas one", verbatim=True)),
-        (["a \\", '"""b'], Message('a \n"""b')),
-        (["caf\udce9"], Message("caf?")),
+        (["hello"], ChatMessage("hello")),
+        (["  hello "], ChatMessage("hello")),
+        (["one \\", "two\\", "three"], ChatMessage("one \ntwo\nthree")),
+        (['"""one', " two", 'three"""'], ChatMessage("one\n two\nthree", verbatim=True)),
+        (['"""', "/exit\\", '"""'], ChatMessage("/exit\\", verbatim=True)),
+        (['"""all of it"""'], ChatMessage("all of it", verbatim=True)),
+        (['  """pasted\nas one"""  '], ChatMessage("pasted\nas one", verbatim=True)),
+        (["a \\", '"""b'], ChatMessage('a \n"""b')),
+        (["caf\udce9"], ChatMessage("caf?")),
     ],
 )
-def test_messages_of_several_lines(lines: list[str], message: Message) -> None:
+def test_messages_of_several_lines(lines: list[str], message: ChatMessage) -> None:
     composer = Composer()
     for line in lines[:-1]:
         assert composer.feed(line) is None
@@ -80,14 +80,14 @@ def test_nothing_is_no_message() -> None:
         assert not composer.is_open
     composer.feed('"""given up')
     composer.reset()
-    assert composer.feed("new") == Message("new")
+    assert composer.feed("new") == ChatMessage("new")
 
 
 # --- turns
 
 
 def test_every_turn_is_sent() -> None:
-    session = Session("m", system="be short")
+    session = ChatSession("m", system="be short")
     ask(session, "one", "1")
     talk(session, "two")
     body = session.body()
@@ -97,7 +97,7 @@ def test_every_turn_is_sent() -> None:
 
 
 def test_a_failed_turn_is_asked_again_or_replaced() -> None:
-    session = Session("m")
+    session = ChatSession("m")
     talk(session, "one")  # and no answer comes
     assert talk(session, "/retry") == Ask()
     assert sent(session) == [("user", "one")]
@@ -106,14 +106,14 @@ def test_a_failed_turn_is_asked_again_or_replaced() -> None:
 
 
 def test_an_empty_answer_leaves_the_question_open() -> None:
-    session = Session("m")
+    session = ChatSession("m")
     talk(session, "one")
-    session.answered(Answer(sent_at=0.0))
+    session.answered(ChatAnswer(sent_at=0.0))
     assert (session.question, session.turns) == ("one", [])
 
 
 def test_retry_replaces_the_answer_and_undo_takes_back() -> None:
-    session = Session("m")
+    session = ChatSession("m")
     ask(session, "one", "1")
     ask(session, "two", "2")
     assert talk(session, "/retry") == Ask()
@@ -129,7 +129,7 @@ def test_retry_replaces_the_answer_and_undo_takes_back() -> None:
 
 
 def test_calls_stay_in_the_conversation_with_a_result() -> None:
-    session = Session("m")
+    session = ChatSession("m")
     talk(session, "weather?")
     parts = (CallPiece(0, "c1", "get", '{"a"'), CallPiece(1, "", "other"), CallPiece(0, "", "", ": 1}"))
     session.answered(answer("", *parts))
@@ -148,25 +148,25 @@ def test_calls_stay_in_the_conversation_with_a_result() -> None:
 
 
 def test_help_names_every_command() -> None:
-    action = talk(Session("m"), "/help")
+    action = talk(ChatSession("m"), "/help")
     assert isinstance(action, Say)
     assert all(f"  {name}" in action.text for name in COMMANDS)
-    assert talk(Session("m"), "/?") == action
+    assert talk(ChatSession("m"), "/?") == action
 
 
 def test_leaving() -> None:
-    assert talk(Session("m"), "/exit") == talk(Session("m"), "/quit") == Leave()
+    assert talk(ChatSession("m"), "/exit") == talk(ChatSession("m"), "/quit") == Leave()
 
 
 def test_unknown_commands() -> None:
-    action = talk(Session("m"), "/hepl me")
+    action = talk(ChatSession("m"), "/hepl me")
     assert isinstance(action, Complain)
     assert "unknown command /hepl; did you mean /help?" in action.text
-    assert Session("m").handle(Message("/etc/passwd", verbatim=True)) == Ask()
+    assert ChatSession("m").handle(ChatMessage("/etc/passwd", verbatim=True)) == Ask()
 
 
 def test_clear_keeps_the_settings() -> None:
-    session = Session("m", system="s")
+    session = ChatSession("m", system="s")
     talk(session, "/set seed 1")
     ask(session, "one", "1")
     talk(session, "/clear")
@@ -174,7 +174,7 @@ def test_clear_keeps_the_settings() -> None:
 
 
 def test_model_and_system() -> None:
-    session = Session("m")
+    session = ChatSession("m")
     assert talk(session, "/model") == UseModel(None)
     assert talk(session, "/model other") == UseModel("other")
     assert talk(session, "/system") == Say("no system message")
@@ -185,7 +185,7 @@ def test_model_and_system() -> None:
 
 
 def test_settings() -> None:
-    session = Session("m")
+    session = ChatSession("m")
     assert talk(session, "/set") == Say("no fields are set; the server's defaults apply")
     assert talk(session, "/set temperature 0.2") == Say("temperature = 0.2")
     talk(session, "/set max_tokens 5", '/set stop ["a", "b"]', "/set reasoning_effort low")
@@ -221,13 +221,13 @@ def test_set_knows_every_sampling_field() -> None:
     ],
 )
 def test_what_commands_say(typed: str, kind: type[Say | Complain], text: str) -> None:
-    action = talk(Session("m"), typed)
+    action = talk(ChatSession("m"), typed)
     assert isinstance(action, kind)
     assert text in action.text
 
 
 def test_save() -> None:
-    session = Session("m", system="s")
+    session = ChatSession("m", system="s")
     talk(session, "/set seed 1")
     ask(session, "one", "1")
     action = talk(session, "/save talk.json")
@@ -243,14 +243,14 @@ def test_save() -> None:
 
 
 def test_summary_and_stats() -> None:
-    session = Session("m")
+    session = ChatSession("m")
     talk(session, "one")
-    reply = Answer(sent_at=10.0)
+    reply = ChatAnswer(sent_at=10.0)
     reply.add(Piece(), 10.2)
     reply.add(Piece(reasoning="hm"), 10.5)
     reply.add(Piece(content="a"), 11.0)
     reply.add(Piece(content="b", finish="length"), 12.5)
-    reply.add(Piece(usage=Usage(7, 5)), 13.0)
+    reply.add(Piece(usage=ChatUsage(7, 5)), 13.0)
     assert reply.summary() == (
         "5 tokens, 2.0 tokens/s, first token after 0.50 s, prompt 7 tokens, "
         "cut at the token limit (/set max_tokens N)"
@@ -266,7 +266,7 @@ def test_summary_and_stats() -> None:
 
 def test_summary_without_usage() -> None:
     assert answer("a").summary() == "1 piece, first token after 1.00 s"
-    assert Answer(sent_at=0.0).summary() == "0 pieces"
+    assert ChatAnswer(sent_at=0.0).summary() == "0 pieces"
     alone = answer("a")
-    alone.add(Piece(usage=Usage(1, 1)), 2.0)
+    alone.add(Piece(usage=ChatUsage(1, 1)), 2.0)
     assert alone.summary() == "1 token, first token after 1.00 s, prompt 1 token"

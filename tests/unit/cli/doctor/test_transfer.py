@@ -10,7 +10,7 @@ import pytest
 
 from kvolt.cli.doctor import transfer as doctor_transfer
 from kvolt.cli.doctor.transfer import Finding, transfer_findings, tried_finding
-from kvolt.core.card import Link
+from kvolt.core.card import MeasuredLink
 from kvolt.core.errors import Unsupported
 from kvolt.transfer.agent import TransferOptions
 from kvolt.transfer.paths.capabilities import MachineFacts
@@ -96,9 +96,9 @@ def test_a_path_of_this_machine_is_tried_and_nothing_is_said_beside(
 def test_a_path_that_is_not_taken_is_told_with_what_agents_complained_of(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def measure(*args: object) -> dict[str, Link]:
+    async def measure(*args: object) -> dict[str, MeasuredLink]:
         logging.getLogger("kvolt.transfer.nixl.path").warning("UCX has only an emulation")
-        return {"shm@h": Link("shm", 1e9, 0.0)}
+        return {"shm@h": MeasuredLink("shm", 1e9, 0.0)}
 
     monkeypatch.setattr(doctor_transfer, "_try_once", measure)
     finding = tried_finding("nixl", TransferOptions(), FULL)
@@ -113,7 +113,7 @@ def test_a_path_that_is_not_taken_is_told_with_what_agents_complained_of(
 def test_a_path_that_fails_is_told_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, error: Exception, told: str
 ) -> None:
-    async def fail(*args: object) -> dict[str, Link]:
+    async def fail(*args: object) -> dict[str, MeasuredLink]:
         raise error
 
     monkeypatch.setattr(doctor_transfer, "_try_once", fail)
@@ -121,9 +121,9 @@ def test_a_path_that_fails_is_told_with_the_reason(
 
 
 def test_a_test_that_brought_nothing_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = [{}, {"tcp@h": Link("tcp", 1e9, 0.0)}]
+    answers = [{}, {"tcp@h": MeasuredLink("tcp", 1e9, 0.0)}]
 
-    async def measure(*args: object) -> dict[str, Link]:
+    async def measure(*args: object) -> dict[str, MeasuredLink]:
         await asyncio.sleep(0)
         return answers.pop(0)
 

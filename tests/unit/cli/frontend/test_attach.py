@@ -22,7 +22,7 @@ from kvolt.runtime.config.settings import (
     FrontendSettings,
     Settings,
 )
-from kvolt.runtime.health import State
+from kvolt.runtime.health import HealthState
 from kvolt.runtime.security.identity import ProcessRole
 from kvolt.runtime.tasks import Scope
 from kvolt.testing.model_server import model_folder
@@ -142,7 +142,7 @@ async def test_servers_that_go_and_come(tmp_path: Path) -> None:
             await one.stop()
             await until(process, InstanceState.CORDONED, InstanceState.READY)
             checks = process.runtime.health.report().checks
-            assert checks[f"{one.url} server"].state is State.CORDONED
+            assert checks[f"{one.url} server"].state is HealthState.CORDONED
             assert process.runtime.health.healthy()
             await one.start()
             await until(process, InstanceState.READY, InstanceState.READY)
@@ -185,7 +185,7 @@ async def test_unusable_server_leaves_the_others_and_is_tried_again(
             model_folder(later)
             await described("attached")
             await until(process, InstanceState.READY, InstanceState.READY)
-            assert process.runtime.health.report().checks[f"{two.url} server"].state is State.READY
+            assert process.runtime.health.report().checks[f"{two.url} server"].state is HealthState.READY
             scope.cancel()
     failures = [
         text for record in caplog.records if "attached server failed" in (text := record.getMessage())

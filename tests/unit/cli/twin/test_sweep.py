@@ -13,9 +13,9 @@ import pytest
 
 from kvolt.cli.main import main
 from kvolt.cli.twin import sweep as twin_sweep
-from kvolt.twin.axes import Setup
+from kvolt.twin.axes import PointSetup
 from kvolt.twin.sweep_report import SweepReport
-from kvolt.twin.sweep_runner import Common, Outcome, solve
+from kvolt.twin.sweep_runner import Common, PointOutcome, solve
 
 FLAGS = ["--limit", "30", "--speed", "20", "--sla", "ttft=100ms", "--axis", "workers=1,2"]
 
@@ -29,14 +29,14 @@ class Here:
         self._end = end
 
     def __call__(
-        self, common: Common, setups: Sequence[Setup], num_processes: int
-    ) -> Generator[Outcome, None, None]:
+        self, common: Common, setups: Sequence[PointSetup], num_processes: int
+    ) -> Generator[PointOutcome, None, None]:
         for place in reversed(range(len(setups))):  # in no certain order
             if self.num_run == self._most:
                 assert self._end is not None
                 raise self._end
             self.num_run += 1
-            yield Outcome(place, solve(common, setups[place]))
+            yield PointOutcome(place, solve(common, setups[place]))
 
 
 @pytest.fixture
@@ -117,10 +117,10 @@ def test_cut_and_torn_it_goes_on_where_it_was(
 def test_a_signal_cuts_it(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def cut(common: Common, setups: Sequence[Setup], num: int) -> Generator[Outcome, None, None]:
-        yield Outcome(1, solve(common, setups[1]))
+    def cut(common: Common, setups: Sequence[PointSetup], num: int) -> Generator[PointOutcome, None, None]:
+        yield PointOutcome(1, solve(common, setups[1]))
         signal.raise_signal(number)
-        yield Outcome(0, solve(common, setups[0]))
+        yield PointOutcome(0, solve(common, setups[0]))
 
     monkeypatch.setattr(twin_sweep, "run_points", cut)
     assert sweep() == 130
@@ -151,9 +151,11 @@ def test_axes_from_a_file_and_some_by_chance(
 def test_a_point_that_fails_is_told_and_the_others_count(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def failing(common: Common, setups: Sequence[Setup], num: int) -> Generator[Outcome, None, None]:
-        yield Outcome(0, error="ValueError: too bad")
-        yield Outcome(1, solve(common, setups[1]))
+    def failing(
+        common: Common, setups: Sequence[PointSetup], num: int
+    ) -> Generator[PointOutcome, None, None]:
+        yield PointOutcome(0, error="ValueError: too bad")
+        yield PointOutcome(1, solve(common, setups[1]))
 
     monkeypatch.setattr(twin_sweep, "run_points", failing)
     assert sweep() == 1

@@ -25,7 +25,7 @@ from kvolt.core.kv_events import KvEventBatch
 from kvolt.core.load import LoadReport
 from kvolt.runtime.config.settings import Settings, WorkerSettings
 from kvolt.runtime.endpoint.call import Deadlines, open_stream
-from kvolt.runtime.health import State
+from kvolt.runtime.health import HealthState
 from kvolt.runtime.plane.port import Destination
 from kvolt.runtime.runtime import Runtime
 from kvolt.runtime.security.identity import ProcessRole
@@ -157,7 +157,7 @@ async def test_an_operator_moves_all_of_them() -> None:
         fleet.workers[1]._on_stuck("a test says so")
         assert not runtime.health.healthy()
         assert runtime.health.not_ready() == {"workers": "unhealthy: 1 of 3 workers"}
-        fleet.workers[1]._set_health(State.READY)
+        fleet.workers[1]._set_health(HealthState.READY)
         assert runtime.health.healthy()
 
 

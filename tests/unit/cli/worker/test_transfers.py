@@ -15,7 +15,7 @@ from tests.unit.engines.lab import sim
 from kvolt.cli.process import running
 from kvolt.cli.worker import transfers
 from kvolt.cli.worker.transfers import Transfers
-from kvolt.core.card import Link
+from kvolt.core.card import MeasuredLink
 from kvolt.core.errors import ConnectFailed
 from kvolt.core.ids import BlockKey
 from kvolt.runtime.config.settings import Settings, TransferSettings
@@ -40,7 +40,7 @@ class Side:
     def __init__(self, moved: Transfers, mover: KvMover) -> None:
         self.transfers = moved
         self.mover = mover
-        self.told: asyncio.Queue[dict[str, Link]] = asyncio.Queue()
+        self.told: asyncio.Queue[dict[str, MeasuredLink]] = asyncio.Queue()
         moved.add_listener(self.told.put)
 
 

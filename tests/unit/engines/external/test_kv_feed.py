@@ -24,7 +24,7 @@ from kvolt.core.hashing import SequenceHasher, request_seed
 from kvolt.core.kv_events import Cleared, KvChange, Removed, Stored
 from kvolt.engines.external import kv_feed
 from kvolt.engines.external.kv_feed import KvFeed
-from kvolt.engines.kv_formats.schema import Engine
+from kvolt.engines.kv_formats.schema import SourceEngine
 from kvolt.runtime.tasks import TaskGroup
 
 BLOCK = 4
@@ -86,7 +86,7 @@ class Reading:
 @asynccontextmanager
 async def reading(publisher: Publisher, **more: Any) -> AsyncIterator[Reading]:
     arguments = {"replay_endpoint": publisher.replay_endpoint, **more}
-    feed = KvFeed(Engine.VLLM, BLOCK, publisher.endpoint, **arguments)
+    feed = KvFeed(SourceEngine.VLLM, BLOCK, publisher.endpoint, **arguments)
     task_group = TaskGroup("reading")
     try:
         read = Reading(feed)
@@ -339,7 +339,7 @@ async def test_it_can_be_closed_while_it_waits_for_a_replay(publisher: Publisher
 async def test_it_can_be_had_before_anything_else_is_said(publisher: Publisher) -> None:
     publisher.publish(stored(1), is_lost=True)
     publisher.publish(payload_of(), is_lost=True)
-    feed = KvFeed(Engine.VLLM, BLOCK, publisher.endpoint, publisher.replay_endpoint)
+    feed = KvFeed(SourceEngine.VLLM, BLOCK, publisher.endpoint, publisher.replay_endpoint)
     task_group = TaskGroup("reading")
     try:
         assert feed.num_processed == 0
@@ -361,7 +361,7 @@ async def test_it_can_be_had_before_anything_else_is_said(publisher: Publisher) 
 @pytest.mark.parametrize("repeats", [True, False])
 async def test_there_may_be_nothing_to_have(publisher: Publisher, repeats: bool) -> None:
     replay = publisher.replay_endpoint if repeats else None
-    feed = KvFeed(Engine.VLLM, BLOCK, publisher.endpoint, replay)
+    feed = KvFeed(SourceEngine.VLLM, BLOCK, publisher.endpoint, replay)
     try:
         assert await feed.read_missed() == []
         assert feed.num_processed == 0

@@ -12,7 +12,13 @@ import pytest
 from kvolt.core.hashing import local_hashes, request_seed, sequence_hashes
 from kvolt.core.ids import SequenceHash
 from kvolt.core.kv_events import Cleared, KvChange, Removed, Stored, Tier
-from kvolt.engines.kv_formats.schema import AllBlocksCleared, BlockRemoved, BlockStored, Engine, decode_batch
+from kvolt.engines.kv_formats.schema import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    SourceEngine,
+    decode_batch,
+)
 from kvolt.engines.kv_formats.translator import NAME_BYTES, SALT_TAG, Translator
 
 BLOCK = 4
@@ -20,8 +26,8 @@ TOKENS = tuple(range(100, 124))
 IMAGE = "0123456789abcdef" + "5" * 48
 
 ROWS = {
-    Engine.VLLM: ("lora_id", "medium", "lora_name", "extra_keys", "group_idx", "kv_cache_spec_kind"),
-    Engine.SGLANG: ("lora_id", "medium", "metadata"),
+    SourceEngine.VLLM: ("lora_id", "medium", "lora_name", "extra_keys", "group_idx", "kv_cache_spec_kind"),
+    SourceEngine.SGLANG: ("lora_id", "medium", "metadata"),
 }
 
 
@@ -32,7 +38,7 @@ def pack(*events: Any, dp_rank: int | None = None) -> bytes:
 class Shape:
     """How an engine of some version writes an event."""
 
-    def __init__(self, engine: Engine, is_map: bool) -> None:
+    def __init__(self, engine: SourceEngine, is_map: bool) -> None:
         self.engine = engine
         self.is_map = is_map
 
@@ -55,7 +61,7 @@ class Shape:
         return {"type": "AllBlocksCleared"} if self.is_map else ["AllBlocksCleared"]
 
 
-SHAPES = [Shape(engine, is_map) for engine in Engine for is_map in (True, False)]
+SHAPES = [Shape(engine, is_map) for engine in SourceEngine for is_map in (True, False)]
 VLLM, VLLM_ROWS, SGLANG, SGLANG_ROWS = SHAPES
 
 
@@ -268,11 +274,11 @@ def test_what_is_no_batch_is_refused(payload: bytes) -> None:
 def test_large_maps_and_arrays_are_distinguished() -> None:
     wide = {f"x{number}": 1 for number in range(20)}
     batch = decode_batch(
-        pack({"type": "AllBlocksCleared", **wide}, ["AllBlocksCleared", *range(20)]), Engine.VLLM
+        pack({"type": "AllBlocksCleared", **wide}, ["AllBlocksCleared", *range(20)]), SourceEngine.VLLM
     )
     assert batch.events == (AllBlocksCleared(), AllBlocksCleared())
     rows = pack(SGLANG_ROWS.stored([1], None, [1]), SGLANG_ROWS.removed([1], medium="GPU"))
-    assert decode_batch(rows, Engine.SGLANG).events == (
+    assert decode_batch(rows, SourceEngine.SGLANG).events == (
         BlockStored(block_hashes=(1,), token_ids=(1,), block_size=BLOCK),
         BlockRemoved(block_hashes=(1,), medium="GPU"),
     )
@@ -305,7 +311,7 @@ def test_a_name_takes_no_more_than_is_counted() -> None:
     ]
     tracemalloc.start()
     try:
-        translator = Translator(Engine.VLLM, BLOCK)
+        translator = Translator(SourceEngine.VLLM, BLOCK)
         for payload in payloads:
             translator.translate(payload)
         taken, _ = tracemalloc.get_traced_memory()

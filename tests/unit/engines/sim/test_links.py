@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvolt.engines.sim.links import Link, SharedLinks, TransferId
+from kvolt.engines.sim.links import SharedLinks, SimLink, TransferId
 from kvolt.engines.sim.transfers import SimTransfers
 from kvolt.testing import run_virtual
 
@@ -18,7 +18,7 @@ def rate(shared: SharedLinks, transfer: TransferId) -> float:
 
 
 def test_the_picture_in_the_module() -> None:
-    shared = SharedLinks([Link("out", 10.0), Link("in", 4.0)])
+    shared = SharedLinks([SimLink("out", 10.0), SimLink("in", 4.0)])
     a, b, c = (shared.start(0.0, 100.0, path) for path in (["out"], ["out", "in"], ["in"]))
     assert [rate(shared, each) for each in (a, b, c)] == [8.0, 2.0, 2.0]
     assert shared.next_arrival() == 12.5
@@ -29,7 +29,7 @@ def test_the_picture_in_the_module() -> None:
 
 
 def test_two_over_one_link_take_twice_as_long() -> None:
-    shared = SharedLinks([Link("wire", 10.0)])
+    shared = SharedLinks([SimLink("wire", 10.0)])
     first = shared.start(0.0, 100.0, ["wire"])
     assert shared.next_arrival() == 10.0
     second = shared.start(5.0, 100.0, ["wire"])
@@ -40,7 +40,7 @@ def test_two_over_one_link_take_twice_as_long() -> None:
 
 
 def test_latency_is_added_and_does_not_use_the_link() -> None:
-    shared = SharedLinks([Link("wire", 10.0, latency_s=3.0)])
+    shared = SharedLinks([SimLink("wire", 10.0, latency_s=3.0)])
     first = shared.start(0.0, 10.0, ["wire"])
     second = shared.start(0.0, 20.0, ["wire"])
     assert shared.advance(2.0) == []
@@ -50,7 +50,7 @@ def test_latency_is_added_and_does_not_use_the_link() -> None:
 
 
 def test_nothing_to_move_and_nowhere_to_go_take_no_bandwidth() -> None:
-    shared = SharedLinks([Link("wire", 10.0, latency_s=1.0)])
+    shared = SharedLinks([SimLink("wire", 10.0, latency_s=1.0)])
     empty = shared.start(0.0, 0.0, ["wire"])
     here = shared.start(0.0, 1e9, [])
     assert shared.advance(0.0) == [here]
@@ -58,14 +58,14 @@ def test_nothing_to_move_and_nowhere_to_go_take_no_bandwidth() -> None:
 
 
 def test_a_link_named_twice_is_crossed_once() -> None:
-    shared = SharedLinks([Link("wire", 10.0)])
+    shared = SharedLinks([SimLink("wire", 10.0)])
     transfer = shared.start(0.0, 10.0, ["wire", "wire"])
     assert rate(shared, transfer) == 10.0
     assert shared.advance(1.0) == [transfer]
 
 
 def test_small_times_on_a_large_clock_come_to_an_end() -> None:
-    shared = SharedLinks([Link("wire", 1e12)])
+    shared = SharedLinks([SimLink("wire", 1e12)])
     ids = [shared.start(1e9, 1.0 + number, ["wire"]) for number in range(3)]
     arrived = []
     for _ in range(10):
@@ -78,12 +78,12 @@ def test_small_times_on_a_large_clock_come_to_an_end() -> None:
 
 def test_what_makes_no_sense_is_refused() -> None:
     with pytest.raises(ValueError, match="not a valid bandwidth"):
-        Link("wire", 0.0)
+        SimLink("wire", 0.0)
     with pytest.raises(ValueError, match="not a valid latency"):
-        Link("wire", 1.0, -1.0)
+        SimLink("wire", 1.0, -1.0)
     with pytest.raises(ValueError, match="two links have the same name"):
-        SharedLinks([Link("wire", 1.0), Link("wire", 2.0)])
-    shared = SharedLinks([Link("wire", 1.0)])
+        SharedLinks([SimLink("wire", 1.0), SimLink("wire", 2.0)])
+    shared = SharedLinks([SimLink("wire", 1.0)])
     with pytest.raises(KeyError):
         shared.start(0.0, 1.0, ["other"])
     with pytest.raises(ValueError, match="bytes"):
@@ -101,7 +101,7 @@ def timed(*moves: tuple[float, float, tuple[str, ...]], cancel: int | None = Non
 
     async def main() -> list[float | None]:
         loop = asyncio.get_running_loop()
-        transfers = SimTransfers([Link("wire", 10.0)], loop.time)
+        transfers = SimTransfers([SimLink("wire", 10.0)], loop.time)
         began = loop.time()
 
         async def move(start: float, num_bytes: float, path: tuple[str, ...]) -> float:
@@ -136,7 +136,7 @@ def test_a_cancelled_move_gives_its_share_to_the_others() -> None:
 def test_closing_ends_what_moves() -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
-        transfers = SimTransfers([Link("wire", 10.0)], loop.time)
+        transfers = SimTransfers([SimLink("wire", 10.0)], loop.time)
         moving = loop.create_task(transfers.move(100.0, "wire"))
         await asyncio.sleep(1.0)
         transfers.close()

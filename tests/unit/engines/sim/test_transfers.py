@@ -18,7 +18,7 @@ from kvolt.core.request import Role
 from kvolt.engines.contract import EngineSpec
 from kvolt.engines.registry import check_arguments
 from kvolt.engines.sim.engine import SimArguments, SimEngine
-from kvolt.engines.sim.links import Link
+from kvolt.engines.sim.links import SimLink
 from kvolt.engines.sim.transfers import NETWORK_IN, NETWORK_OUT, SimTransfers
 from kvolt.runtime.tasks import Scope
 from kvolt.testing import run_virtual
@@ -122,7 +122,7 @@ def test_speed_and_latency() -> None:
 
 def test_engines_of_one_machine_may_share_its_links() -> None:
     async def main() -> None:
-        links = [Link(NETWORK_IN, BLOCK), Link(NETWORK_OUT, BLOCK)]
+        links = [SimLink(NETWORK_IN, BLOCK), SimLink(NETWORK_OUT, BLOCK)]
         shared = SimTransfers(links, asyncio.get_running_loop().time)
         engines = [
             SimEngine(SPEC, replace(PLAIN, kv_bytes_per_token=1000), transfers=shared) for _ in range(3)

@@ -20,7 +20,7 @@ from kvolt.frontend.metrics.merged_metrics import (
     GAUGES,
     Exposition,
     Family,
-    Rule,
+    MergeRule,
     merge,
     render,
     rule_of,
@@ -159,7 +159,9 @@ async def test_every_gauge_of_a_frontend_has_its_place_in_the_table() -> None:
     registry.register(_Idle())
     gauges = {family.name for family in snapshot(registry, "p").families if family.kind == "gauge"}
     undecided = [
-        name for name in gauges if not name.startswith("process_") and rule_of(name, "gauge") is Rule.EACH
+        name
+        for name in gauges
+        if not name.startswith("process_") and rule_of(name, "gauge") is MergeRule.EACH
     ]
     assert undecided == []
     assert gauges >= set(GAUGES), "the table names a gauge that is not exported"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvolt.frontend.parsers.arguments import CallReader, Status
+from kvolt.frontend.parsers.arguments import CallReader, ParseStatus
 from kvolt.frontend.parsers.port import Piece, ToolArguments, ToolStart, joined
 
 
@@ -19,7 +19,7 @@ def call(text: str, closing: str = "") -> tuple[str, str]:
     reader = CallReader(0, closing=closing)
     pieces: list[Piece] = []
     reader.feed(text, pieces)
-    assert reader.status is Status.DONE
+    assert reader.status is ParseStatus.DONE
     start, arguments = joined(pieces)
     assert isinstance(start, ToolStart)
     assert isinstance(arguments, ToolArguments)
@@ -35,9 +35,9 @@ def test_pieces_come_as_soon_as_they_are_certain() -> None:
     assert read(reader, 'ty": "Pa}r') == [ToolArguments(2, 'ty": "Pa}r')]
     assert read(reader, 'is"}') == [ToolArguments(2, 'is"}')]
     assert read(reader, "\n") == []
-    assert reader.status is Status.READING
+    assert reader.status is ParseStatus.READING
     assert read(reader, "}") == []
-    assert reader.status is Status.DONE
+    assert reader.status is ParseStatus.DONE
 
 
 def test_arguments_wait_for_the_name() -> None:
@@ -108,7 +108,7 @@ def test_what_follows_the_arguments_is_left(text: str, rest: str) -> None:
     reader = CallReader(0, closing="</call>")
     pieces: list[Piece] = []
     used = reader.feed(text, pieces)
-    assert (reader.status, text[used:]) == (Status.DONE, rest)
+    assert (reader.status, text[used:]) == (ParseStatus.DONE, rest)
     assert pieces[1:] == [ToolArguments(0, '{"a": 1}')]
 
 
@@ -137,7 +137,7 @@ def test_an_object_that_must_prove_to_be_a_call() -> None:
     assert read(reader, '{"type": "function", "name": "f", "parameters": ') == []
     assert read(reader, "{") == [ToolStart(0, "f"), ToolArguments(0, "{")]
     assert read(reader, '}, "more": 1}') == [ToolArguments(0, "}")]
-    assert reader.status is Status.DONE
+    assert reader.status is ParseStatus.DONE
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_an_object_that_is_no_call_is_given_up_early(good: str, bad: str) -> Non
     reader = CallReader(0, needs_arguments=True)
     pieces: list[Piece] = []
     assert reader.feed(good + bad, pieces) == len(good)
-    assert (reader.status, reader.held, pieces) == (Status.NOT_A_CALL, good, [])
+    assert (reader.status, reader.held, pieces) == (ParseStatus.NOT_A_CALL, good, [])
 
 
 def test_too_long_without_a_name() -> None:
@@ -165,7 +165,7 @@ def test_too_long_without_a_name() -> None:
     pieces: list[Piece] = []
     text = '{"arguments": {"a": "xxxxxxxxxxxxxxxxxx"}, "name": "f"}'
     assert reader.feed(text, pieces) == 20
-    assert (reader.status, reader.held, pieces) == (Status.NOT_A_CALL, text[:20], [])
+    assert (reader.status, reader.held, pieces) == (ParseStatus.NOT_A_CALL, text[:20], [])
 
 
 def test_a_named_call_may_be_long() -> None:
@@ -175,7 +175,7 @@ def test_a_named_call_may_be_long() -> None:
     text = f'{{"name": "f", "arguments": {{"a": "{value}"}}}}'
     used = reader.feed(text, pieces)
     reader.feed(text[used:], pieces)
-    assert reader.status is Status.DONE
+    assert reader.status is ParseStatus.DONE
     assert (
         "".join(piece.text for piece in pieces[1:] if isinstance(piece, ToolArguments))
         == f'{{"a": "{value}"}}'

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import BPE
 
-from kvolt.frontend.processors.added_tokens import AddedTokens, Cut
+from kvolt.frontend.processors.added_tokens import AddedTokens, TokenCut
 
 TOKENS = ["<a>", "<a>b", ">><c", "><d", "<think>", "</think>", "</", "bb"]
 
@@ -21,7 +21,7 @@ def tokens(*names: str) -> AddedTokens:
 def cut(added: AddedTokens, parts: list[str]) -> list[str]:
     """Tokens, and the text between them in one piece each."""
     cutter = added.cutter()
-    cuts: list[Cut] = []
+    cuts: list[TokenCut] = []
     for part in parts:
         cuts += cutter.feed(part)
     found: list[str] = []
@@ -38,11 +38,11 @@ def cut(added: AddedTokens, parts: list[str]) -> list[str]:
 def test_tokens_come_alone_and_with_their_ids() -> None:
     added = tokens("<think>", "</think>")
     cutter = added.cutter()
-    assert cutter.feed("<think>a</th") == [Cut("<think>", 0), Cut("a", None)]
-    assert cutter.feed("ink>b") == [Cut("</think>", 1), Cut("b", None)]
+    assert cutter.feed("<think>a</th") == [TokenCut("<think>", 0), TokenCut("a", None)]
+    assert cutter.feed("ink>b") == [TokenCut("</think>", 1), TokenCut("b", None)]
     assert cutter.feed("<thin") == []
-    assert cutter.feed("g <") == [Cut("<thing ", None)]
-    assert cutter.finish() == [Cut("<", None)]
+    assert cutter.feed("g <") == [TokenCut("<thing ", None)]
+    assert cutter.finish() == [TokenCut("<", None)]
     assert cutter.finish() == []
 
 
@@ -55,7 +55,7 @@ def test_the_longest_of_a_place_wins_and_the_first_of_two() -> None:
 
 
 def test_without_tokens_all_is_text() -> None:
-    assert tokens().cutter().feed("a<b") == [Cut("a<b", None)]
+    assert tokens().cutter().feed("a<b") == [TokenCut("a<b", None)]
 
 
 @settings(max_examples=300, deadline=None)

@@ -6,12 +6,12 @@ import pytest
 from tests.unit.kv.tiers.tier_lab import keys, sequence
 
 from kvolt.core.request import RoutingHints
-from kvolt.kv.tiers.admission import Admission
+from kvolt.kv.tiers.admission import TierAdmission
 from kvolt.kv.tiers.lower_tier import KnownKeys
 
 
 def test_all_is_kept_where_nothing_is_said() -> None:
-    admission = Admission()
+    admission = TierAdmission()
     admission.add_request(keys(sequence("a", 4)), RoutingHints(tenant="x"))
     assert list(admission.admitted_indexes(sequence("a", 4))) == [0, 1, 2, 3]
     assert len(admission) == 0, "nothing is remembered for it"
@@ -19,7 +19,7 @@ def test_all_is_kept_where_nothing_is_said() -> None:
 
 
 def test_only_beginnings_are_kept() -> None:
-    admission = Admission(depth=3)
+    admission = TierAdmission(depth=3)
     blocks = sequence("a", 6)
     assert list(admission.admitted_indexes(blocks)) == [0, 1, 2]
     assert list(admission.admitted_indexes(blocks[2:])) == [0]
@@ -27,7 +27,7 @@ def test_only_beginnings_are_kept() -> None:
 
 
 def test_only_some_tenants_are_kept_and_their_answers() -> None:
-    admission = Admission(tenants=["gold"])
+    admission = TierAdmission(tenants=["gold"])
     mine, others = sequence("mine", 6), sequence("others", 4)
     admission.add_request(keys(mine[:4]), RoutingHints(tenant="gold"))
     admission.add_request(keys(others), RoutingHints(tenant="tin"))
@@ -42,14 +42,14 @@ def test_only_some_tenants_are_kept_and_their_answers() -> None:
 
 @pytest.mark.parametrize(("priority", "is_kept"), [(4, False), (5, True), (6, True)])
 def test_only_what_is_urgent_enough(priority: int, is_kept: bool) -> None:
-    admission = Admission(min_priority=5, depth=2)
+    admission = TierAdmission(min_priority=5, depth=2)
     blocks = sequence("a", 4)
     admission.add_request(keys(blocks), RoutingHints(priority=priority))
     assert list(admission.admitted_indexes(blocks)) == ([0, 1] if is_kept else [])
 
 
 def test_what_is_remembered_is_bounded() -> None:
-    admission = Admission(tenants=["gold"])
+    admission = TierAdmission(tenants=["gold"])
     admission._admitted = KnownKeys(5)
     for name in "abc":
         admission.add_request(keys(sequence(name, 4)), RoutingHints(tenant="gold"))

@@ -21,7 +21,7 @@ from kvolt.core.request import Request, Role
 from kvolt.engines.contract import EngineSpec
 from kvolt.engines.sim.engine import SimEngine
 from kvolt.journey.journey import JourneyContext
-from kvolt.router.choice import Choice
+from kvolt.router.choice import WorkerChoice
 from kvolt.router.event_fed_router import EventFedRouter
 from kvolt.router.index import hybrid as mixed
 from kvolt.router.index.health import IndexHealthOptions
@@ -93,7 +93,7 @@ class Shop:
             sequence_hashes=tuple(SequenceHash(each) for each in hashes),
         )
         held = self.held(instance_id, *hashes) or 0
-        choice = Choice(
+        choice = WorkerChoice(
             WorkerDpRank(instance_id, 0), held, 0.0, 0.0, False, request, len(request.token_ids), 9.0, held
         )
         self.holders.on_reserved(self.tickets, choice)

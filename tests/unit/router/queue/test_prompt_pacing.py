@@ -13,7 +13,7 @@ from tests.unit.engines.lab import make_request
 from kvolt.core.endpoints import EndpointAddress, Instance
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Handoff, Request
-from kvolt.router.choice import Choice
+from kvolt.router.choice import WorkerChoice
 from kvolt.router.port import Decision
 from kvolt.router.queue.prompt_pacing import PromptPacer, _Prompt, _RankPrompts
 from kvolt.router.worker_rank import WorkerDpRank
@@ -40,8 +40,8 @@ class Scene:
         tokens: int = 1000,
         step_s: float = 0.01,
         request: Request = REQUEST,
-    ) -> Choice:
-        return Choice(
+    ) -> WorkerChoice:
+        return WorkerChoice(
             WorkerDpRank(InstanceId(worker), 0),
             0,
             queue_s,
@@ -54,7 +54,7 @@ class Scene:
             max_step_tokens=2048,
         )
 
-    def add(self, name: str, choice: Choice) -> Decision:
+    def add(self, name: str, choice: WorkerChoice) -> Decision:
         self.num_decisions += 1
         instance = Instance(
             id=choice.worker_rank.instance_id, endpoint=EndpointAddress("n", "c", "e"), address="host:1"

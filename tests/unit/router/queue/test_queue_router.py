@@ -16,7 +16,7 @@ from kvolt.core.endpoints import EndpointAddress, Instance
 from kvolt.core.errors import Overloaded, Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request, Role, RoutingHints
-from kvolt.router.choice import Choice
+from kvolt.router.choice import WorkerChoice
 from kvolt.router.metrics import describe_queues, queue_families
 from kvolt.router.port import Decision
 from kvolt.router.queue.priority_level import QueueLimits
@@ -79,7 +79,7 @@ class Rooms:
     def release(self, decision: Decision, usage: Usage | None, outcome: object = None) -> None:
         self.rooms[self.reserved.pop(decision.reservation_id)] += 1
 
-    def find_choice(self, decision: Decision) -> Choice | None:
+    def find_choice(self, decision: Decision) -> WorkerChoice | None:
         return None
 
     async def close(self) -> None:

@@ -18,7 +18,7 @@ from kvolt.core.ids import InstanceId, SequenceHash
 from kvolt.core.latency import LatencyModel
 from kvolt.core.request import Handoff, Request
 from kvolt.journey.journey import Journey, JourneyContext
-from kvolt.router.choice import Choice
+from kvolt.router.choice import WorkerChoice
 from kvolt.router.event_fed_router import EventFedRouter
 from kvolt.router.policy.output_lengths import FIRST_GUESS
 from kvolt.router.policy.policy import latency
@@ -97,7 +97,7 @@ def test_workers_that_match_their_models_share_equally() -> None:
 # --- by hand
 
 
-def choice(request: Request, **changes: Any) -> Choice:
+def choice(request: Request, **changes: Any) -> WorkerChoice:
     fields: dict[str, Any] = {
         "worker_rank": WorkerDpRank(InstanceId("w"), 0),
         "overlap_blocks": 0,
@@ -109,7 +109,7 @@ def choice(request: Request, **changes: Any) -> Choice:
         "blocks": 1.0,
         "model_prefill_s": 1.0,
     }
-    return Choice(**fields | changes)
+    return WorkerChoice(**fields | changes)
 
 
 ASKED = msgspec.structs.replace(

@@ -30,7 +30,7 @@ from kvolt.core.request import (
 from kvolt.journey.journey import Journey, JourneyContext
 from kvolt.router.balancing import LeastLoadedRouter, RoundRobinRouter
 from kvolt.router.breaker import FIRST_BACKOFF_S, Outcome
-from kvolt.router.choice import Choice
+from kvolt.router.choice import WorkerChoice
 from kvolt.router.event_fed_router import EventFedRouter
 from kvolt.router.metrics import describe_breakers
 from kvolt.router.port import Decision, Router, RouterContext
@@ -199,13 +199,13 @@ def test_many_releases_travel_in_few_messages(monkeypatch: pytest.MonkeyPatch) -
         service = await here.start_router(ROUTERS["least-loaded"])
         edge = await here.start_edge()
         decisions = await edge.book(300)
-        hear = service_module.Session.apply_updates
+        hear = service_module.FrontendReservations.apply_updates
 
-        def listen(session: service_module.Session, started_at: Any, freed: Any) -> None:
+        def listen(session: service_module.FrontendReservations, started_at: Any, freed: Any) -> None:
             updates.append(freed)
             hear(session, started_at, freed)
 
-        monkeypatch.setattr(service_module.Session, "apply_updates", listen)
+        monkeypatch.setattr(service_module.FrontendReservations, "apply_updates", listen)
         for decision in decisions:
             edge.router.release(decision, None)
         await asyncio.sleep(TOLD_S)
@@ -683,7 +683,7 @@ class Busy:
         assert decision is not None
         return decision
 
-    def find_choice(self, decision: Decision) -> Choice | None:
+    def find_choice(self, decision: Decision) -> WorkerChoice | None:
         return None
 
     def predict_ttft_s(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> float | None:

@@ -6,18 +6,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvolt.runtime.http.protocol import HttpLimits
-from kvolt.runtime.http.reader import BodyBudget, Phase, RequestReader
+from kvolt.runtime.http.reader import BodyBudget, ReadPhase, RequestReader
 
 
 def test_phase_names_what_comes_next() -> None:
     reader = RequestReader(HttpLimits(), "")
-    assert reader.phase is Phase.IDLE
+    assert reader.phase is ReadPhase.IDLE
     reader.feed(b"POST / HTTP/1.1\r\n")
-    assert reader.phase is Phase.HEAD
+    assert reader.phase is ReadPhase.HEAD
     reader.feed(b"content-length: 2\r\n\r\n")
-    assert reader.phase is Phase.BODY
+    assert reader.phase is ReadPhase.BODY
     reader.feed(b"ab")
-    assert reader.phase is Phase.IDLE
+    assert reader.phase is ReadPhase.IDLE
 
 
 def test_endless_trailers_and_chunk_extensions_are_refused() -> None:

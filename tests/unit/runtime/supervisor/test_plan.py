@@ -18,7 +18,6 @@ from kvolt.runtime.supervisor.plan import (
     IllegalTransition,
     KillTimeout,
     Level,
-    Report,
     RestartRule,
     SendKill,
     SendTerm,
@@ -28,6 +27,7 @@ from kvolt.runtime.supervisor.plan import (
     StartTimer,
     StopRequested,
     SupervisorPlan,
+    TerminalLine,
     describe_exit,
 )
 
@@ -59,11 +59,11 @@ def play(plan: SupervisorPlan, *events: Event, now: float = 0.0) -> list[Action]
     actions: list[Action] = []
     for event in events:
         actions = plan.handle(event, now)
-    return [action for action in actions if not isinstance(action, Report)]
+    return [action for action in actions if not isinstance(action, TerminalLine)]
 
 
-def reports(actions: list[Action]) -> list[Report]:
-    return [action for action in actions if isinstance(action, Report)]
+def reports(actions: list[Action]) -> list[TerminalLine]:
+    return [action for action in actions if isinstance(action, TerminalLine)]
 
 
 def test_begins_with_all_children_in_order() -> None:
@@ -83,7 +83,7 @@ def test_crash_is_reported_and_restarted_after_the_backoff() -> None:
     play(plan, Spawned("a"))
     actions = plan.handle(Exited("a", 1, 3.2, "out of memory"), 3.2)
     assert actions == [
-        Report(Level.WARNING, "a exited with code 1 after 3.2 s: out of memory; restarting in 1 s"),
+        TerminalLine(Level.WARNING, "a exited with code 1 after 3.2 s: out of memory; restarting in 1 s"),
         StartTimer(1.0, BackoffElapsed("a")),
     ]
     assert plan.state("a") is ChildState.BACKOFF

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from kvolt.transfer.paths import machine
-from kvolt.transfer.paths.capabilities import Capabilities, MachineFacts, capabilities_of, missing_paths
+from kvolt.transfer.paths.capabilities import MachineFacts, PathCapabilities, capabilities_of, missing_paths
 from kvolt.transfer.paths.machine import lockable_bytes, probe_machine, rdma_devices, shared_memory_fault
 
 FULL = MachineFacts(nixl_package="nixl_cu12", rdma_devices=("mlx5_0",))
@@ -99,7 +99,7 @@ def test_ucx_net_devices(devices: str, is_missing: bool) -> None:
 
 def test_capabilities_travel() -> None:
     can = capabilities_of(MachineFacts())
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(can), type=Capabilities) == can
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(can), type=PathCapabilities) == can
 
 
 # --- this machine

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from kvolt.transfer.memory.device_memory import MemoryKind
-from kvolt.transfer.paths.capabilities import Capabilities, MachineFacts, capabilities_of
+from kvolt.transfer.paths.capabilities import MachineFacts, PathCapabilities, capabilities_of
 from kvolt.transfer.paths.fallbacks import Fallback, find_fallback, table_route
 from kvolt.transfer.paths.lanes import Place
 from kvolt.transfer.paths.link_speeds import LARGE_BYTES, LinkSpeeds
@@ -24,8 +24,8 @@ def found(
     path: str,
     host: str = "there",
     kind: MemoryKind = SHARED,
-    mine: Capabilities = PLAIN,
-    theirs: Capabilities = PLAIN,
+    mine: PathCapabilities = PLAIN,
+    theirs: PathCapabilities = PLAIN,
     measured: dict[str, float] | None = None,
 ) -> Fallback | None:
     """For blocks that came from a process of that host; the reader is at `here`."""
@@ -112,12 +112,12 @@ def test_a_path_that_the_table_has_not_is_left_alone() -> None:
 
 
 def test_sides_that_by_their_word_have_no_route_are_left_alone() -> None:
-    nothing = Capabilities(paths=frozenset())
+    nothing = PathCapabilities(paths=frozenset())
     assert found("tcp", mine=nothing, theirs=nothing) is None
 
 
 def test_a_peers_reasons_are_cut_and_kept_to_one_line() -> None:
-    rude = Capabilities(paths=PLAIN.paths, missing={"rdma": "a\nb" * 1000, "nixl": "x"})
+    rude = PathCapabilities(paths=PLAIN.paths, missing={"rdma": "a\nb" * 1000, "nixl": "x"})
     told = str(found("tcp", mine=RDMA, theirs=rude))
     assert "\n" not in told
     assert len(told) < 1000
@@ -139,7 +139,7 @@ def test_the_lane_of_nixl_between_hosts_depends_on_rdma() -> None:
 OVER_TCP = TransferPath(Endpoints(SHARED, SHARED), "tcp")
 
 
-def watch_of(mine: Capabilities = PLAIN) -> tuple[PathWatch, list[None]]:
+def watch_of(mine: PathCapabilities = PLAIN) -> tuple[PathWatch, list[None]]:
     watch, news = PathWatch("here", "p2", mine), list[None]()
     watch.on_speed_change = lambda: news.append(None)
     return watch, news

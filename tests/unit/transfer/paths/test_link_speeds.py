@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvolt.core.card import Link
+from kvolt.core.card import MeasuredLink
 from kvolt.transfer.paths.link_speeds import LARGE_BYTES, SMALL_BYTES, LinkSpeeds
 
 
@@ -22,7 +22,7 @@ def test_the_speed_of_equal_transfers_is_theirs() -> None:
     speeds = LinkSpeeds()
     for _ in range(5):
         speeds.observe("a", "tcp", LARGE_BYTES, 0.5)
-    assert speeds.expected("a", "tcp") == Link("tcp", pytest.approx(LARGE_BYTES / 0.5), 0.0)
+    assert speeds.expected("a", "tcp") == MeasuredLink("tcp", pytest.approx(LARGE_BYTES / 0.5), 0.0)
 
 
 def test_links_are_distinguished_by_peer_and_path() -> None:
@@ -80,7 +80,7 @@ def test_small_transfers_tell_the_latency_and_no_speed() -> None:
         speeds.observe("a", "tcp", SMALL_BYTES, 0.25)
     assert speeds.expected("a", "tcp") is None
     speeds.observe("a", "tcp", LARGE_BYTES, 1.25)
-    assert speeds.expected("a", "tcp") == Link("tcp", pytest.approx(LARGE_BYTES), pytest.approx(0.25))
+    assert speeds.expected("a", "tcp") == MeasuredLink("tcp", pytest.approx(LARGE_BYTES), pytest.approx(0.25))
     speeds.observe("a", "tcp", SMALL_BYTES, 1.25)
     link = speeds.expected("a", "tcp")
     assert link is not None
@@ -118,8 +118,8 @@ def test_links_have_the_form_of_engine_info() -> None:
     speeds.observe("a", "shm", LARGE_BYTES, 1.0)
     speeds.observe("a", "nixl", SMALL_BYTES, 1.0)
     assert speeds.links() == {
-        "shm@a": Link("shm", float(LARGE_BYTES), 0.0),
-        "tcp@b": Link("tcp", LARGE_BYTES / 2, 0.0),
+        "shm@a": MeasuredLink("shm", float(LARGE_BYTES), 0.0),
+        "tcp@b": MeasuredLink("tcp", LARGE_BYTES / 2, 0.0),
     }
     assert list(speeds.links()) == ["shm@a", "tcp@b"]
 

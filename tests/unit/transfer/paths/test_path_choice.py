@@ -6,10 +6,10 @@ import pytest
 
 from kvolt.transfer.memory.device_memory import MemoryKind
 from kvolt.transfer.paths import path_watch
-from kvolt.transfer.paths.capabilities import Capabilities
+from kvolt.transfer.paths.capabilities import PathCapabilities
 from kvolt.transfer.paths.lanes import Place
 from kvolt.transfer.paths.link_speeds import LARGE_BYTES, LinkSpeeds
-from kvolt.transfer.paths.path_choice import MIN_PROVEN_READS, Choice, choose, lane_name
+from kvolt.transfer.paths.path_choice import MIN_PROVEN_READS, PathChoice, choose, lane_name
 from kvolt.transfer.paths.path_watch import Endpoints, PathWatch, Peer, TransferPath
 from kvolt.transfer.paths.routes import Sides
 
@@ -19,8 +19,8 @@ HERE = Place(kind=MemoryKind.SHARED, host="here", process="p2")
 ENDS = Endpoints(MemoryKind.SHARED, MemoryKind.SHARED)
 
 
-CAN = Capabilities(paths=frozenset(("copy", "shm", "nixl", "tcp")))
-WITH_RDMA = Capabilities(paths=CAN.paths | {"rdma"})
+CAN = PathCapabilities(paths=frozenset(("copy", "shm", "nixl", "tcp")))
+WITH_RDMA = PathCapabilities(paths=CAN.paths | {"rdma"})
 ALL = ("shm", "nixl", "tcp")
 
 
@@ -49,24 +49,26 @@ def test_devices_go_their_own_way_where_there_is_one(device: str) -> None:
     source = Place(kind=MemoryKind.DEVICE, host="here", process="p1", device="GPU-0")
     target = Place(kind=MemoryKind.DEVICE, host="here", process="p2", device=device)
     paths = ("cuda-ipc", "tcp")
-    assert choose(Sides(source, target, CAN, CAN), paths, LinkSpeeds()) == Choice("cuda-ipc", None)
-    assert choose(Sides(source, target, CAN, CAN), ("tcp",), LinkSpeeds()) == Choice("tcp", None)
+    assert choose(Sides(source, target, CAN, CAN), paths, LinkSpeeds()) == PathChoice("cuda-ipc", None)
+    assert choose(Sides(source, target, CAN, CAN), ("tcp",), LinkSpeeds()) == PathChoice("tcp", None)
     name = lane_name(Sides(source, target, CAN, CAN), "cuda-ipc")
     assert name is not None
-    assert choose(Sides(source, target, CAN, CAN), paths, measured((name, 0.05))) == Choice("cuda-ipc", "tcp")
+    assert choose(Sides(source, target, CAN, CAN), paths, measured((name, 0.05))) == PathChoice(
+        "cuda-ipc", "tcp"
+    )
 
 
 def test_what_was_measured_decides() -> None:
     speeds = measured(("shm", 0.01), ("nixl", 0.001))
-    assert choose(Sides(NEAR, HERE, CAN, CAN), ALL, speeds) == Choice("nixl", "shm")
+    assert choose(Sides(NEAR, HERE, CAN, CAN), ALL, speeds) == PathChoice("nixl", "shm")
 
 
 def test_a_busy_machine_is_not_compared_with_the_table_of_an_idle_one() -> None:
     """Every path is slow there: the one that is fast by the table stays, and the other gets a read now and then."""
     speeds = measured(("shm", 0.1))
-    assert choose(Sides(NEAR, HERE, CAN, CAN), ("shm", "tcp"), speeds) == Choice("shm", "tcp")
+    assert choose(Sides(NEAR, HERE, CAN, CAN), ("shm", "tcp"), speeds) == PathChoice("shm", "tcp")
     speeds = measured(("shm", 0.1), ("tcp", 0.2))
-    assert choose(Sides(NEAR, HERE, CAN, CAN), ("shm", "tcp"), speeds) == Choice("shm", None)
+    assert choose(Sides(NEAR, HERE, CAN, CAN), ("shm", "tcp"), speeds) == PathChoice("shm", None)
 
 
 def test_a_bad_moment_decides_nothing() -> None:
@@ -133,7 +135,7 @@ def test_what_goes_through_the_host_for_want_of_a_lane_has_a_speed_too() -> None
 
 
 def test_a_staged_device_path_has_a_name(caplog: pytest.LogCaptureFixture) -> None:
-    can = Capabilities(paths=CAN.paths | {"cuda-copy", "cuda-ipc"})
+    can = PathCapabilities(paths=CAN.paths | {"cuda-copy", "cuda-ipc"})
     endpoints = Endpoints(MemoryKind.DEVICE, MemoryKind.DEVICE, "GPU-0", "GPU-0")
     for theirs, lack in ((can, "cuda-ipc"), (CAN, "cuda-ipc")):
         watch = PathWatch("here", "p2", can)
@@ -144,7 +146,7 @@ def test_a_staged_device_path_has_a_name(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_how_many_choices_are_kept_is_bounded() -> None:
-    can = Capabilities(paths=frozenset(("copy", "shm", "tcp")))
+    can = PathCapabilities(paths=frozenset(("copy", "shm", "tcp")))
     watch = PathWatch("here", "p2", can)
     for _ in range(3000):
         watch.choose_path(Peer("here", "p1", can), ENDS, ("shm", "tcp"))

@@ -10,17 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvolt.core.errors import Fault
-from kvolt.transfer.paths.lanes import LANES, Reach, reach
+from kvolt.transfer.memory.device_memory import MemoryKind
+from kvolt.transfer.paths.capabilities import PathCapabilities
+from kvolt.transfer.paths.lanes import LANES, Place, Reach, reach
 from kvolt.transfer.paths.link_speeds import LARGE_BYTES, SMALL_BYTES, LinkSpeeds
 from kvolt.transfer.paths.routes import (
     MAX_RULED_OUT,
-    Capabilities,
     Lack,
-    MemoryKind,
     NoRoute,
-    Place,
-    Route,
     Sides,
+    TransferRoute,
     plan,
 )
 
@@ -40,11 +39,11 @@ def place(kind: str, host: str = "one", process: str = "p1", device: str = "GPU-
     )
 
 
-def can(*paths: str, **missing: str) -> Capabilities:
-    return Capabilities(paths=frozenset(paths), missing=missing)
+def can(*paths: str, **missing: str) -> PathCapabilities:
+    return PathCapabilities(paths=frozenset(paths), missing=missing)
 
 
-def planned(kinds: str, near: str, paths: tuple[str, ...], speeds: LinkSpeeds | None = None) -> Route:
+def planned(kinds: str, near: str, paths: tuple[str, ...], speeds: LinkSpeeds | None = None) -> TransferRoute:
     """Between two sides that can do the same."""
     source, destination = kinds.split()
     side = can(*paths)
@@ -293,8 +292,8 @@ def wishes(draw: st.DrawFn) -> tuple[Place, Place, LinkSpeeds, int]:
     return place(draw(kinds_of_place)), destination, speeds, draw(st.sampled_from([4096, 1 << 16, 1 << 26]))
 
 
-def able(names: frozenset[str]) -> Capabilities:
-    return Capabilities(paths=names)
+def able(names: frozenset[str]) -> PathCapabilities:
+    return PathCapabilities(paths=names)
 
 
 @given(wish=wishes(), mine=paths, theirs=paths)

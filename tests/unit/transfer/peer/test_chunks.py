@@ -15,7 +15,7 @@ from kvolt.runtime.clock import SystemClock
 from kvolt.transfer.memory.pieces import Pieces, Sums
 from kvolt.transfer.memory.slabs import Slab
 from kvolt.transfer.peer.chunks import ChunkReceiver, ChunkSender, OutgoingBlocks
-from kvolt.transfer.reads.progress import Progress
+from kvolt.transfer.reads.progress import ProgressThread
 from kvolt.transfer.reads.wire import CHUNK
 
 SOON_S = 20.0
@@ -23,8 +23,8 @@ BLOCK = 8 << 20
 
 
 @pytest.fixture
-def progress() -> Iterator[Progress]:
-    found = Progress("test", SystemClock())
+def progress() -> Iterator[ProgressThread]:
+    found = ProgressThread("test", SystemClock())
     found.start()
     yield found
     found.close(lambda: None)
@@ -48,7 +48,7 @@ def with_tls(ours: socket.socket, theirs: socket.socket) -> tuple[socket.socket,
         return contexts.client_context.wrap_socket(ours), served.result(SOON_S)
 
 
-def in_thread(progress: Progress, do: Callable[[], object]) -> None:
+def in_thread(progress: ProgressThread, do: Callable[[], object]) -> None:
     done = threading.Event()
     progress.call_soon(lambda: (do(), done.set())[1])  # type: ignore[func-returns-value]
     assert done.wait(SOON_S)
@@ -64,7 +64,7 @@ def receive(link: socket.socket, num_bytes: int) -> bytes:
 
 
 def test_the_rest_of_a_chunk_that_is_stopped_is_zeros(
-    progress: Progress, pair: tuple[socket.socket, socket.socket]
+    progress: ProgressThread, pair: tuple[socket.socket, socket.socket]
 ) -> None:
     """Its blocks may hold other data by then. Later chunks are intact."""
     slab = Slab.shared(3, BLOCK)
@@ -116,7 +116,7 @@ class Taker:
 
 
 def test_blocks_of_a_cancelled_read_are_not_written(
-    progress: Progress, pair: tuple[socket.socket, socket.socket]
+    progress: ProgressThread, pair: tuple[socket.socket, socket.socket]
 ) -> None:
     """In the middle of a chunk, too, of which it was known where it goes."""
     taker = Taker(Slab.shared(2, 1 << 16))

@@ -28,7 +28,7 @@ from kvolt.transfer.agent import TransferAgent, TransferOptions
 from kvolt.transfer.peer import chunk_connection, sockets
 from kvolt.transfer.peer import hub as hub_module
 from kvolt.transfer.peer.connection import FrameConnection
-from kvolt.transfer.reads.progress import Progress
+from kvolt.transfer.reads.progress import ProgressThread
 from kvolt.transfer.reads.wire import (
     Address,
     Declined,
@@ -70,8 +70,8 @@ def peer() -> Iterator[Source]:
 
 
 @pytest.fixture
-def progress() -> Iterator[Progress]:
-    found = Progress("test", SystemClock())
+def progress() -> Iterator[ProgressThread]:
+    found = ProgressThread("test", SystemClock())
     found.start()
     yield found
     found.close(lambda: None)
@@ -141,7 +141,9 @@ async def test_chunks_that_cannot_be_connected_at_all(
     """Found out at once, before there is anything to wait for."""
     connect, calls = sockets.connect, []
 
-    def second_fails(progress: Progress, to: Address, use_unix: bool, on_done: OnDone) -> Callable[[], None]:
+    def second_fails(
+        progress: ProgressThread, to: Address, use_unix: bool, on_done: OnDone
+    ) -> Callable[[], None]:
         calls.append(to)
         if len(calls) == 1:
             return connect(progress, to, use_unix, on_done)
@@ -246,7 +248,7 @@ def test_a_name_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- Unix sockets
 
 
-def tried(progress: Progress, unix: str) -> ConnectFailed:
+def tried(progress: ProgressThread, unix: str) -> ConnectFailed:
     """How a connection to a Unix socket fails, before `connect` returns."""
     found: list[socket.socket | ConnectFailed] = []
     address, done = Address("x", "127.0.0.1", 1, unix), threading.Event()
@@ -262,7 +264,7 @@ def tried(progress: Progress, unix: str) -> ConnectFailed:
 
 
 async def test_who_listens_as_another_user_is_not_believed(
-    source: Side, progress: Progress, monkeypatch: pytest.MonkeyPatch
+    source: Side, progress: ProgressThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Any process can take a released socket name; TCP remains, where the agent's id is checked."""
     with socket.socket(socket.AF_UNIX) as other:
@@ -278,7 +280,7 @@ async def test_who_listens_as_another_user_is_not_believed(
         target.agent.close()
 
 
-async def test_a_unix_socket_at_which_too_many_wait(source: Side, progress: Progress) -> None:
+async def test_a_unix_socket_at_which_too_many_wait(source: Side, progress: ProgressThread) -> None:
     """The backlog is full, which is reported at once; TCP remains."""
     target = Side()
     with socket.socket(socket.AF_UNIX) as full, contextlib.ExitStack() as stack:
@@ -358,7 +360,7 @@ def test_peers_are_counted(source: Side, monkeypatch: pytest.MonkeyPatch) -> Non
 # --- descriptors on their way
 
 
-def test_a_descriptor_that_was_not_sent_is_closed(progress: Progress) -> None:
+def test_a_descriptor_that_was_not_sent_is_closed(progress: ProgressThread) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX)
     ours.setblocking(False)
     before = num_descriptors()
@@ -381,7 +383,7 @@ def test_a_descriptor_that_was_not_sent_is_closed(progress: Progress) -> None:
     theirs.close()
 
 
-def test_a_descriptor_is_that_of_when_it_was_sent(progress: Progress) -> None:
+def test_a_descriptor_is_that_of_when_it_was_sent(progress: ProgressThread) -> None:
     """And not of the file that has its number by the time that the peer listens."""
     ours, theirs = socket.socketpair(socket.AF_UNIX)
     ours.setblocking(False)
@@ -450,7 +452,7 @@ async def test_shared_memory_is_used_again_once_its_socket_is_reached(
     monkeypatch.setattr(sockets, "PROBE_S", 0.05)
     real, is_reachable, num_refused = sockets.connect, threading.Event(), 0
 
-    def connect(progress: Progress, to: Address, use_unix: bool, on_done: OnDone) -> Callable[[], None]:
+    def connect(progress: ProgressThread, to: Address, use_unix: bool, on_done: OnDone) -> Callable[[], None]:
         nonlocal num_refused
         if use_unix and not is_reachable.is_set():
             num_refused += 1
@@ -483,7 +485,7 @@ async def test_a_near_peer_that_tcp_does_not_reach_is_read_by_its_socket(
     """A read that is to try TCP takes the path that there is."""
     real = sockets.connect
 
-    def connect(progress: Progress, to: Address, use_unix: bool, on_done: OnDone) -> Callable[[], None]:
+    def connect(progress: ProgressThread, to: Address, use_unix: bool, on_done: OnDone) -> Callable[[], None]:
         if not use_unix:
             on_done(ConnectFailed("no route", address=to.host))
             return lambda: None

@@ -14,13 +14,13 @@ from kvolt.runtime.clock import SystemClock
 from kvolt.transfer.agent import TransferAgent
 from kvolt.transfer.memory.slabs import Slab
 from kvolt.transfer.reads import progress as progress_module
-from kvolt.transfer.reads.progress import Progress
+from kvolt.transfer.reads.progress import ProgressThread
 
 SOON_S = 20.0
 
 
 def test_a_thread_whose_last_call_fails_has_ended() -> None:
-    progress = Progress("test", SystemClock())
+    progress = ProgressThread("test", SystemClock())
     progress.start()
 
     def broken() -> None:
@@ -33,7 +33,7 @@ def test_a_thread_whose_last_call_fails_has_ended() -> None:
 
 def test_a_time_that_is_far_away_is_waited_for_in_parts() -> None:
     """The kernel takes no longer wait."""
-    progress = Progress("test", SystemClock())
+    progress = ProgressThread("test", SystemClock())
     progress.call_at(progress.now() + 1e9, lambda: None)
     assert progress._wait_s() == progress_module._MAX_WAIT_S
     progress.start()
@@ -42,7 +42,7 @@ def test_a_time_that_is_far_away_is_waited_for_in_parts() -> None:
 
 
 def test_timers_that_were_cancelled_do_not_pile_up() -> None:
-    progress = Progress("test", SystemClock())
+    progress = ProgressThread("test", SystemClock())
     kept = progress.call_at(progress.now() + 1000, lambda: None)
     for _ in range(10_000):
         progress.call_at(progress.now() + 1e6, lambda: None).cancel()
@@ -54,7 +54,7 @@ def test_timers_that_were_cancelled_do_not_pile_up() -> None:
 
 def test_who_has_the_descriptor_of_one_that_has_gone_is_not_taken_for_it() -> None:
     """Both were ready at once; the first to be told closed the other, and its number went to a third."""
-    progress = Progress("test", SystemClock())
+    progress = ProgressThread("test", SystemClock())
     pipes = [os.pipe() for _ in range(3)]
     (one, _), (two, _), (third, ring) = pipes
     told: list[str] = []

@@ -20,10 +20,10 @@ from kvolt.transfer.paths import fallbacks, nixl_library
 from kvolt.transfer.paths.capabilities import MachineFacts, capabilities_of
 from kvolt.transfer.paths.link_speeds import LARGE_BYTES, SMALL_BYTES
 from kvolt.transfer.paths.path_watch import PathWatch
-from kvolt.transfer.peer.link import Link
+from kvolt.transfer.peer.link import PeerLink
 from kvolt.transfer.reads import self_test
 from kvolt.transfer.reads.peer_paths import PeerPaths
-from kvolt.transfer.reads.progress import Progress, Timer
+from kvolt.transfer.reads.progress import ProgressThread, Timer
 from kvolt.transfer.reads.read_op import ReadOp
 from kvolt.transfer.reads.read_request import new_read_request
 from kvolt.transfer.reads.self_test import BLOCK_BYTES, LIMIT_S, NUM_BLOCKS, SelfTest, new_slab
@@ -182,7 +182,7 @@ class Bench:
         self.read_op: ReadOp | None = None
         self.num_done = 0
         self.is_busy = False
-        self.test = SelfTest(cast("Progress", self), self, ADDRESS, paths, self._done)
+        self.test = SelfTest(cast("ProgressThread", self), self, ADDRESS, paths, self._done)
         self.test.start()
 
     def _done(self) -> None:
@@ -304,7 +304,11 @@ def test_the_test_waits_until_nothing_else_is_read_and_is_begun_once() -> None:
     bench = Bench()
     can = capabilities_of(FACTS)
     paths = PeerPaths(
-        PathWatch("h", "a", can), cast("Progress", bench), cast("Link", bench), ADDRESS, needs_test=True
+        PathWatch("h", "a", can),
+        cast("ProgressThread", bench),
+        cast("PeerLink", bench),
+        ADDRESS,
+        needs_test=True,
     )
     paths.on_read_done(complete_read())  # before the Welcome: the peer is unknown
     paths.on_welcome(can, is_near=True)
@@ -320,7 +324,7 @@ def test_the_test_waits_until_nothing_else_is_read_and_is_begun_once() -> None:
 def test_a_peer_that_does_not_say_what_it_can_is_not_tested() -> None:
     bench = Bench()
     watch = PathWatch("h", "a", capabilities_of(FACTS))
-    paths = PeerPaths(watch, cast("Progress", bench), cast("Link", bench), ADDRESS, needs_test=True)
+    paths = PeerPaths(watch, cast("ProgressThread", bench), cast("PeerLink", bench), ADDRESS, needs_test=True)
     paths.on_welcome(None, is_near=True)
     paths.on_read_done(complete_read())
     assert not bench.calls

@@ -7,12 +7,12 @@ import asyncio
 import msgspec
 from tests.unit.engines.lab import Lab, until
 
-from kvolt.core.card import EngineInfo, Link
+from kvolt.core.card import EngineInfo, MeasuredLink
 from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.testing import run_virtual
 
-SHM = {"shm@10.0.0.1": Link("shm", 9e9, 1e-4)}
-BOTH = {**SHM, "tcp@10.0.0.2": Link("tcp", 1e9, 2e-4)}
+SHM = {"shm@10.0.0.1": MeasuredLink("shm", 9e9, 1e-4)}
+BOTH = {**SHM, "tcp@10.0.0.2": MeasuredLink("tcp", 1e9, 2e-4)}
 
 
 def registered(client: EndpointClient) -> EngineInfo:

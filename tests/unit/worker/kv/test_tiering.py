@@ -23,7 +23,7 @@ from kvolt.engines.contract import EngineSpec
 from kvolt.engines.sim.engine import SimArguments, SimEngine
 from kvolt.kv.disk.files import DiskFiles
 from kvolt.kv.disk.tier import DiskTier
-from kvolt.kv.tiers.admission import Admission
+from kvolt.kv.tiers.admission import TierAdmission
 from kvolt.kv.tiers.cache import OnboardResult, TieredCache
 from kvolt.kv.tiers.slot_memory import BlockShape
 from kvolt.kv.tiers.slot_table import TierBlock
@@ -80,7 +80,7 @@ async def tiered(
     num_host: int = 64,
     folder: Path | None = None,
     model: LatencyModel | None = None,
-    admission: Admission | None = None,
+    admission: TierAdmission | None = None,
     arguments: SimArguments = ENGINE,
 ) -> AsyncIterator[Tiered]:
     engine = SimEngine(EngineSpec(model="sim-tiny", role=Role.AGGREGATED), arguments)
@@ -286,7 +286,7 @@ async def test_a_tier_that_was_slow_once_is_tried_again() -> None:
 
 
 async def test_only_what_is_admitted_goes_down() -> None:
-    async with tiered(admission=Admission(depth=3, tenants=["gold"])) as at:
+    async with tiered(admission=TierAdmission(depth=3, tenants=["gold"])) as at:
         await at.answer(request("nobody's", 400))
         gold = replace(request("gold", 10), routing=RoutingHints(tenant="gold"))
         expected, _ = await at.answer(gold)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kvolt.core.errors import ConfigError, NotFound
-from kvolt.engines.native.parallel import Group, share
+from kvolt.engines.native.parallel import RankGroup, share
 from kvolt.models.config import ModelConfig
 
 Place = Literal["qkv", "out", "gate_up", "down"]
@@ -72,7 +72,9 @@ class Adapter:
 class Adapters:
     """The loaded adapters of one rank."""
 
-    def __init__(self, config: ModelConfig, group: Group, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, group: RankGroup, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self._config = config
         self._group = group
         self._dtype = dtype

@@ -19,7 +19,7 @@ from kvolt.engines.native.kernels.inputs import Rotation
 from kvolt.engines.native.kernels.operations import add_rmsnorm, silu_mul
 from kvolt.engines.native.model.linear import Projection, Quantize, projection
 from kvolt.engines.native.model.lora import Adapters
-from kvolt.engines.native.parallel import Group, Solo, share
+from kvolt.engines.native.parallel import RankGroup, Solo, share
 from kvolt.models.checkpoint import Checkpoint
 from kvolt.models.config import ModelConfig, inverse_frequencies
 
@@ -61,11 +61,11 @@ class Transformer:
         self,
         checkpoint: Checkpoint,
         options: LoadOptions,
-        group: Group | None = None,
+        group: RankGroup | None = None,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         config = self.config = checkpoint.config
-        self.group: Group = group or Solo()
+        self.group: RankGroup = group or Solo()
         self.adapters = Adapters(config, self.group, options.dtype, options.device)
         self._num_heads = config.num_heads // self.group.degree
         self._num_kv_heads = config.num_kv_heads // self.group.degree
@@ -134,7 +134,7 @@ class Transformer:
 class _Loader:
     """Loads one rank's share of each weight, joined as the layers need it."""
 
-    def __init__(self, checkpoint: Checkpoint, options: LoadOptions, group: Group) -> None:
+    def __init__(self, checkpoint: Checkpoint, options: LoadOptions, group: RankGroup) -> None:
         self._checkpoint = checkpoint
         self._options = options
         self._group = group

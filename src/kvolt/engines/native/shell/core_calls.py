@@ -21,7 +21,7 @@ from kvolt.core.request import Request, Role
 from kvolt.engines.contract import AttachedKv, EngineSpec, HeldKv, KvAllocation, Pooling, SealedKv
 from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.native.shell import messages
-from kvolt.engines.native.shell.link import Link
+from kvolt.engines.native.shell.link import EngineLink
 from kvolt.engines.native.shell.messages import Loaded
 from kvolt.transfer.memory.device_memory import DeviceHandle
 from kvolt.transfer.memory.layout import SlabLayout
@@ -36,7 +36,7 @@ _MOVE_BYTES = 8 * 1024 * 1024
 class CoreCalls:
     """See the module. NativeEngine adds life cycle and requests."""
 
-    def __init__(self, spec: EngineSpec, arguments: NativeArguments, link: Link) -> None:
+    def __init__(self, spec: EngineSpec, arguments: NativeArguments, link: EngineLink) -> None:
         self._spec = spec
         self._arguments = arguments
         self._link = link

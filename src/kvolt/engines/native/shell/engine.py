@@ -42,7 +42,7 @@ from kvolt.engines.native.shell import messages
 from kvolt.engines.native.shell.core_calls import CoreCalls
 from kvolt.engines.native.shell.host import ThreadHost, start_process
 from kvolt.engines.native.shell.in_flight import InFlight
-from kvolt.engines.native.shell.link import Link
+from kvolt.engines.native.shell.link import EngineLink
 from kvolt.engines.native.shell.messages import (
     Abort,
     Answer,
@@ -78,7 +78,7 @@ class NativeEngine(CoreCalls):
 
     def __init__(self, spec: EngineSpec, arguments: NativeArguments, *, core: str = CORE) -> None:
         """`core`: loader of the core, as `module:function`; tests use others."""
-        super().__init__(spec, arguments, Link(self._on_answer, self._on_connection_lost))
+        super().__init__(spec, arguments, EngineLink(self._on_answer, self._on_connection_lost))
         self._core = core
         self._host: EngineHost | None = None
         self._task_group = TaskGroup("native-engine")

@@ -1,4 +1,4 @@
-"""Link: the shell's end of the socket. Sends commands, receives messages, matches replies to calls.
+"""EngineLink: the shell's end of the socket. Sends commands, receives messages, matches replies to calls.
 
 Never blocks the loop: unsent data is buffered, up to a limit. Reads everything at once, so that the engine is
 not blocked either, unless reading is paused (`set_paused`). Knows no requests.
@@ -39,7 +39,7 @@ class _Waiting:
     on_value: Callable[[Any], None] | None
 
 
-class Link(MessageLink):
+class EngineLink(MessageLink):
     """See the module. `on_answer` gets all messages except replies; `on_lost` is called once, at the end."""
 
     def __init__(self, on_answer: Callable[[Answer], None], on_lost: Callable[[], None]) -> None:

@@ -19,7 +19,7 @@ from tests.unit.engines.vllm.plugins.tier_lab import (
 from kvolt.core.ids import RequestId, SequenceHash
 from kvolt.core.kv_events import Cleared, KvChange, Removed, Stored, Tier
 from kvolt.core.request import Request, StopConditions
-from kvolt.engines.kv_formats.schema import Engine
+from kvolt.engines.kv_formats.schema import SourceEngine
 from kvolt.engines.kv_formats.translator import SALT_TAG, Translator
 from kvolt.engines.vllm.plugins import tier_events, tier_names
 from kvolt.engines.vllm.plugins.tier_events import RemovedRun, StoredRun, TierEvents
@@ -160,7 +160,7 @@ class Seen:
             self.events,
             tier_messages.extra_keys_of,
         )
-        self.translator = Translator(Engine.VLLM, BLOCK)
+        self.translator = Translator(SourceEngine.VLLM, BLOCK)
         self.replica = Replica()
         self.changes: list[KvChange] = []
 
