@@ -42,7 +42,7 @@ PURE_MODULES = {
     "engines": "kv_exchange prefills",
     "engines/kv_formats": "*",
     "engines/sim": "links",
-    "frontend": "trace_ids",
+    "frontend/admin": "trace_ids",
     "frontend/answers": "choice stops",
     "frontend/detokenizer": "*",
     "frontend/openai_api": "serializer",

@@ -23,7 +23,7 @@ from kvolt.core.errors import InvalidRequest, Overloaded
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request
 from kvolt.core.trace import TraceRecord
-from kvolt.frontend.trace_ids import MAX_KEY_BYTES, MIN_KEY_BYTES, TraceIds
+from kvolt.frontend.admin.trace_ids import MAX_KEY_BYTES, MIN_KEY_BYTES, TraceIds
 from kvolt.runtime.endpoint.server import OWN_ENDPOINTS, EndpointServer, msgpack_decoder
 
 log = logging.getLogger(__name__)

@@ -18,9 +18,9 @@ from kvolt.core.ids import BlockKey
 from kvolt.core.kv_events import Tier
 from kvolt.kv.tiers.host_tier import HostTier, Onboarded, int64_array
 from kvolt.kv.tiers.lower_tier import LowerTier
-from kvolt.kv.tiers.slab_copies import SlabCopier
-from kvolt.kv.tiers.slot_memory import BlockShape
+from kvolt.kv.tiers.slot_memory import BlockShape, SlotMemory
 from kvolt.kv.tiers.slot_table import TierBlock
+from kvolt.kv.tiers.tier_thread import TierThread
 from kvolt.runtime.tasks import Scope
 from kvolt.transfer.memory.pieces import Sums
 from kvolt.transfer.memory.slabs import Numbers, Slab
@@ -51,6 +51,32 @@ class BlockCopier(Protocol):
     ) -> tuple[Sums, float]: ...
 
     async def close(self) -> None: ...
+
+
+class SlabCopier:
+    """BlockCopier for slabs, with one thread per direction."""
+
+    def __init__(self, slabs: Sequence[Slab], memory: SlotMemory) -> None:
+        self._memory = memory
+        # Separate threads, so that onboarding does not wait for offloads.
+        self._down, self._up = _CopyThread("kv-down", slabs), _CopyThread("kv-up", slabs)
+
+    async def offload(self, slots: Numbers, keys: Sequence[BlockKey], blocks: Numbers) -> tuple[Sums, float]:
+        return await self._down.run(self._memory.fill, slots, keys, self._down.slabs, blocks)
+
+    async def onboard(self, slots: Numbers, keys: Sequence[BlockKey], blocks: Numbers) -> tuple[Sums, float]:
+        return await self._up.run(self._memory.empty, slots, keys, self._up.slabs, blocks)
+
+    async def close(self) -> None:
+        await asyncio.gather(self._down.close(), self._up.close())
+
+
+class _CopyThread(TierThread):
+    """Thread with its own view of the engine's slabs."""
+
+    def __init__(self, name: str, slabs: Sequence[Slab]) -> None:
+        super().__init__(name)
+        self.slabs = tuple(slab.for_thread() for slab in slabs)
 
 
 class DirectReader(Protocol):

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 from tests.unit.engines.lab import MODEL, Frontend, Lab, RunningWorker, until
+from tests.unit.frontend.admin.test_trace_ids import request
 from tests.unit.frontend.serving import WHOLE, Answering, served
-from tests.unit.frontend.test_trace_ids import request
 
 from kvolt.core.errors import InvalidRequest, Overloaded
 from kvolt.core.trace import TraceRecord

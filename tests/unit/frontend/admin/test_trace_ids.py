@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvolt.core.hashing import SequenceHasher, request_seed
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Request, StopConditions
-from kvolt.frontend.trace_ids import TraceIds
+from kvolt.frontend.admin.trace_ids import TraceIds
 
 KEY = b"k" * 32
 
