@@ -16,7 +16,6 @@ INSTALLED_FROM := pyproject.toml constraints.txt hatch_build.py $(wildcard src/k
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-ROLES ?= --prefill 1 --decode 1
 
 VLLM_VENV ?= .venv-vllm
 SGLANG_VENV ?= .venv-sglang
@@ -67,8 +66,8 @@ $(VENV)/.bench: $(VENV)/.test
 
 install: $(VENV)/.core ## set up the virtual environment
 
-serve: $(VENV)/.native ## kvolt serve --prefill 1 --decode 1: SmolLM2-135M on http://127.0.0.1:8000 (ARGS="--port 8080")
-	@$(BIN)/kvolt serve $(ROLES) $(ARGS)
+serve: $(VENV)/.native ## kvolt serve: SmolLM2-135M on http://127.0.0.1:8000 (ARGS="--port 8080")
+	@$(BIN)/kvolt serve $(ARGS)
 
 test: $(VENV)/.test ## lint, types, import contract, tests with branch coverage
 	@$(MAKE) --no-print-directory -j2 lint pytest

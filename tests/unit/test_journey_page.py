@@ -1,7 +1,7 @@
 """docs/journey.md against real requests: every function it names is called, in that order.
 
-The request takes the default path: HTTP, the `latency` router, a prefill and a decode worker with the native engine.
-The engines run in threads here, so that one process sees all calls.
+The path is HTTP, the `latency` router, a prefill and a decode worker with the native engine. The engines run in threads
+here, so that one process sees all calls.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import random
 import re
 import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from types import CodeType, FrameType
@@ -142,8 +142,8 @@ def _key(code: CodeType) -> tuple[str, int, str]:
 
 
 @asynccontextmanager
-async def serving(model: Path) -> AsyncIterator[str]:
-    """HTTP address of a frontend with a prefill and a decode worker, all in this process."""
+async def serving(model: Path, roles: Sequence[Role]) -> AsyncIterator[str]:
+    """HTTP address of a frontend with a worker of each role, all in this process."""
     clock, network, blocking = SystemClock(), SocketNetwork(), ThreadBlocking(1)
     store, bus = MemStore(), MemBus()
 
@@ -164,7 +164,7 @@ async def serving(model: Path) -> AsyncIterator[str]:
         stack.callback(blocking.close)
         tasks = TaskGroup("test")
         stack.push_async_callback(tasks.close)
-        for role in (Role.PREFILL, Role.DECODE):
+        for role in roles:
             runtime = new_runtime(role.value)
             await runtime.start()
             transfers = Transfers(runtime, TransferSettings())
@@ -186,18 +186,18 @@ async def serving(model: Path) -> AsyncIterator[str]:
         app = FrontendApp(models, generation, admission, Metrics(CollectorRegistry()), 0)
         server = HttpServer(network, app.routes(), clock)
         stack.push_async_callback(server.close)
-        while not models.ready() or len(models.ready()[0].workers()) < 2:
+        while not models.ready() or len(models.ready()[0].workers()) < len(roles):
             await asyncio.sleep(0.01)
         yield await server.start("127.0.0.1:0")
 
 
-async def test_a_request_calls_the_functions_of_the_page_in_order(tmp_path: Path) -> None:
-    names = numbered_functions("One request")
+async def called_by_a_request(names: list[str], model: Path, roles: Sequence[Role]) -> list[str]:
+    """The functions of `names` that a request calls, in the order of their first calls."""
     recorder = Recorder(names)
     recorder.install()
     try:
         async with asyncio.timeout(PATIENCE_S), AsyncExitStack() as stack:
-            address = await stack.enter_async_context(serving(tiny_checkpoint(tmp_path / "tiny")))
+            address = await stack.enter_async_context(serving(tiny_checkpoint(model), roles))
             reader, writer = await asyncio.open_connection(*split_address(address))
             stack.push_async_callback(writer.wait_closed)
             stack.callback(writer.close)
@@ -212,7 +212,26 @@ async def test_a_request_calls_the_functions_of_the_page_in_order(tmp_path: Path
         recorder.remove()
 
     assert answer.startswith(b"HTTP/1.1 200")
-    assert recorder.called == names
+    return recorder.called
+
+
+async def test_a_request_calls_the_functions_of_the_page_in_order(tmp_path: Path) -> None:
+    names = numbered_functions("One request")
+    assert await called_by_a_request(names, tmp_path / "tiny", (Role.PREFILL, Role.DECODE)) == names
+
+
+async def test_a_worker_without_a_role_leaves_out_the_steps_that_the_page_says(tmp_path: Path) -> None:
+    names = numbered_functions("One request")
+    text = " ".join(PAGE.read_text().split())
+    numbers = re.search(r"leaves out the handoff, which is steps ([\d, ]+(?:(?:to|and) [\d, ]+)+):", text)
+    assert numbers is not None
+    left_out = [
+        names[number - 1]
+        for first, last in re.findall(r"(\d+)(?: to (\d+))?", numbers[1])
+        for number in range(int(first), int(last or first) + 1)
+    ]
+    called = await called_by_a_request(names, tmp_path / "tiny", (Role.AGGREGATED,))
+    assert sorted({*names} - {*called}) == sorted(left_out)
 
 
 def test_the_loss_of_a_worker_calls_the_functions_of_the_page_in_order() -> None:

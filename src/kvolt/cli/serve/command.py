@@ -51,7 +51,7 @@ Examples:
   kvolt serve Qwen/Qwen3-0.6B          a Hugging Face name, folder or GGUF file
   kvolt serve Qwen/Qwen3-8B --engine vllm --arg engine_args.max_model_len=32768
   kvolt serve sim-tiny --workers 4     simulated workers: no weights, no torch
-  kvolt serve --prefill 1 --decode 1   disaggregated prefill, as `make serve`
+  kvolt serve --prefill 1 --decode 1   disaggregated prefill
   kvolt serve --kv-host 4GiB --kv-disk 50GiB          offload KV blocks
   kvolt serve --discovery-join-listen 10.0.0.5:7400   let other machines join
 """
