@@ -1,4 +1,4 @@
-"""Model card and request limits of an external engine.
+"""Model card, registration and request limits of an external engine.
 
 Texts come from the model's folder in Hugging Face layout; numbers come from the engine.
 """
@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from kvolt.core.card import EngineInfo, ModelCard
+from kvolt.core.card import Capacity, EngineInfo, ModelCard, card_hash
+from kvolt.core.request import Role
 from kvolt.models.config import token_ids
 from kvolt.models.folder_texts import FolderTexts
 from kvolt.models.json_files import read_json
@@ -50,6 +52,19 @@ def card_of(
         eos_token_ids=tuple(dict.fromkeys((*ends, *extra_eos))),
         bos_token_id=texts.bos_token_id(own.bos_token_id),
         defaults=dict(texts.generation_defaults),
+    )
+
+
+def info_of(engine: str, role: Role, card: ModelCard, capacity: Capacity, **optional: Any) -> EngineInfo:
+    """Registration of an engine that serves this card. `optional`: further fields."""
+    return EngineInfo(
+        engine=engine,
+        role=role,
+        model=card.name,
+        card=card_hash(card),
+        block_size=card.block_size,
+        capacity=capacity,
+        **optional,
     )
 
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvolt.core.card import Capacity, EngineInfo, ModelCard, card_hash
+from kvolt.core.card import Capacity, EngineInfo, ModelCard
 from kvolt.core.errors import ConfigError, EngineFailed, KvoltError, Unavailable, Unsupported
 from kvolt.core.ids import RequestId
 from kvolt.core.kv_events import Cleared, KvChange
@@ -21,7 +21,7 @@ from kvolt.core.request import Request, Role
 from kvolt.engines.contract import EngineSpec
 from kvolt.engines.external.answers import Choice, ChoiceOutput
 from kvolt.engines.external.base import ExternalEngine
-from kvolt.engines.external.description import limits_of
+from kvolt.engines.external.description import info_of, limits_of
 from kvolt.engines.external.held_blocks import HeldBlocks
 from kvolt.engines.external.kv_feed import KvFeed
 from kvolt.engines.remote.arguments import RemoteArguments
@@ -119,20 +119,13 @@ class RemoteEngine(ExternalEngine[ReachedServer]):
                 remedy="leave out kv_events, or start a server per rank and attach each of them",
             )
         card = card_of(facts, arguments.tokenizer)
-        info = EngineInfo(
-            engine=ENGINE,
-            role=Role.AGGREGATED,
-            model=facts.model,
-            card=card_hash(card),
-            block_size=facts.block_size,
-            capacity=Capacity(
-                max_num_seqs=facts.max_num_seqs,
-                max_batch_tokens=facts.max_batch_tokens,
-                kv_total_blocks=facts.num_blocks,
-            ),
-            features=("KvEvents",),
-            kv_events=arguments.kv_events is not None,
+        capacity = Capacity(
+            max_num_seqs=facts.max_num_seqs,
+            max_batch_tokens=facts.max_batch_tokens,
+            kv_total_blocks=facts.num_blocks,
         )
+        has_events = arguments.kv_events is not None
+        info = info_of(ENGINE, Role.AGGREGATED, card, capacity, features=("KvEvents",), kv_events=has_events)
         dialect: Dialect = (
             VllmDialect(self.url, facts.model)
             if facts.kind == "vllm"

@@ -17,7 +17,7 @@ from typing import Any
 from prometheus_client.core import Metric
 from xxhash import xxh3_64_intdigest
 
-from kvolt.core.card import Capacity, EngineInfo, ModelCard, card_hash
+from kvolt.core.card import Capacity, EngineInfo, ModelCard
 from kvolt.core.delta import StepOutput
 from kvolt.core.errors import KvoltError, Unavailable, Unsupported
 from kvolt.core.ids import RequestId
@@ -26,7 +26,7 @@ from kvolt.core.request import Handoff, Request, Role
 from kvolt.engines.contract import COMMON_SAMPLING_FIELDS, EngineSpec
 from kvolt.engines.external.answers import Choice
 from kvolt.engines.external.base import ExternalEngine
-from kvolt.engines.external.description import card_of, limits_of
+from kvolt.engines.external.description import card_of, info_of, limits_of
 from kvolt.engines.external.metrics import engine_metrics
 from kvolt.engines.sglang.arguments import SglangArguments
 from kvolt.engines.sglang.host.messages import (
@@ -81,17 +81,16 @@ def launched_from(spec: EngineSpec, arguments: SglangArguments, model: Path, fac
     features = ["KvEvents"] if facts.kv_sources else []
     features += ["Prefill"] if spec.role in (Role.PREFILL, Role.DECODE) else []
     features += ["Lora"] if facts.has_lora else []
-    info = EngineInfo(
-        engine="sglang",
-        role=spec.role,
-        model=card.name,
-        card=card_hash(card),
-        block_size=facts.page_size,
-        capacity=Capacity(
-            max_num_seqs=facts.max_running_requests,
-            max_batch_tokens=facts.max_batch_tokens,
-            kv_total_blocks=facts.max_total_tokens // facts.page_size,  # per rank
-        ),
+    capacity = Capacity(
+        max_num_seqs=facts.max_running_requests,
+        max_batch_tokens=facts.max_batch_tokens,
+        kv_total_blocks=facts.max_total_tokens // facts.page_size,  # per rank
+    )
+    info = info_of(
+        "sglang",
+        spec.role,
+        card,
+        capacity,
         dp_ranks=tuple(range(facts.num_ranks)),
         features=tuple(features),
         kv_events=bool(facts.kv_sources),

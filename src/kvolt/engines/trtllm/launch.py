@@ -13,11 +13,11 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from kvolt.core.card import Capacity, EngineInfo, ModelCard, card_hash
+from kvolt.core.card import Capacity, EngineInfo, ModelCard
 from kvolt.core.errors import ConfigError
 from kvolt.core.request import Role
 from kvolt.engines.contract import EngineSpec
-from kvolt.engines.external.description import card_of, config_of, limits_of
+from kvolt.engines.external.description import card_of, config_of, info_of, limits_of
 from kvolt.engines.external.requirements import (
     Requirement,
     check_requirement,
@@ -178,19 +178,13 @@ def _launched(spec: EngineSpec, arguments: TrtllmArguments, model: Path, llm: An
     features += ["Prefill"] if moves_kv else []
     features += ["Lora"] if args.enable_lora else []
     max_tokens = args.kv_cache_config.max_tokens
-    info = EngineInfo(
-        engine="trtllm",
-        role=spec.role,
-        model=name,
-        card=card_hash(card),
-        block_size=block_size,
-        capacity=Capacity(
-            max_num_seqs=args.max_batch_size or _DEFAULT_SEQS,
-            max_batch_tokens=args.max_num_tokens or context_length,
-            kv_total_blocks=max_tokens // block_size if max_tokens else 0,
-        ),
-        features=tuple(features),
-        kv_events=arguments.kv_events,
+    capacity = Capacity(
+        max_num_seqs=args.max_batch_size or _DEFAULT_SEQS,
+        max_batch_tokens=args.max_num_tokens or context_length,
+        kv_total_blocks=max_tokens // block_size if max_tokens else 0,
+    )
+    info = info_of(
+        "trtllm", spec.role, card, capacity, features=tuple(features), kv_events=arguments.kv_events
     )
     return Launched(
         llm=llm,

@@ -16,11 +16,11 @@ from typing import Any
 
 import msgspec
 
-from kvolt.core.card import Capacity, EngineInfo, ModelCard, card_hash
+from kvolt.core.card import Capacity, EngineInfo, ModelCard
 from kvolt.core.errors import ConfigError
 from kvolt.core.request import Role
 from kvolt.engines.contract import EngineSpec
-from kvolt.engines.external.description import card_of, limits_of
+from kvolt.engines.external.description import card_of, info_of, limits_of
 from kvolt.engines.external.requirements import (
     check_names,
     check_requirement,
@@ -280,17 +280,16 @@ def _launched(spec: EngineSpec, arguments: VllmArguments, model: Path, llm: Any)
     features += ["Prefill"] if moves_kv else []
     features += ["Lora"] if config.lora_config is not None else []
     features += ["Sleep"] if config.model_config.enable_sleep_mode else []
-    info = EngineInfo(
-        engine="vllm",
-        role=spec.role,
-        model=card.name,
-        card=card_hash(card),
-        block_size=card.block_size,
-        capacity=Capacity(
-            max_num_seqs=scheduler.max_num_seqs,
-            max_batch_tokens=scheduler.max_num_batched_tokens,
-            kv_total_blocks=num_blocks,
-        ),
+    capacity = Capacity(
+        max_num_seqs=scheduler.max_num_seqs,
+        max_batch_tokens=scheduler.max_num_batched_tokens,
+        kv_total_blocks=num_blocks,
+    )
+    info = info_of(
+        "vllm",
+        spec.role,
+        card,
+        capacity,
         dp_ranks=tuple(range(parallel.data_parallel_size)),
         features=tuple(features),
         kv_events=arguments.kv_events,
