@@ -67,6 +67,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     engine: str
     role: Role
     model: str
+    root: str | None = None
+    """Name under which the model was loaded, such as a path; None: `model`."""
     card: CardHash
     block_size: int
     capacity: Capacity

@@ -142,7 +142,7 @@ class FrontendApp:
         return responses.Model(
             id=name,
             created=self._started_at,
-            root=model.card.name,
+            root=model.root,
             parent=None if model.lora is None else model.card.name,
             context_window=length,
             max_model_len=length,

@@ -74,6 +74,8 @@ class Model:
     capacity: Capacity
     """Capacity of one worker; equal for all workers of a component."""
     registrations: Registrations
+    root: str
+    """Name under which its first worker loaded it."""
     role: Role = Role.AGGREGATED
     """Role of the workers that generate output."""
     get_prefill_target: Callable[[], RoleTarget | None] = lambda: None

@@ -95,6 +95,7 @@ class ModelBuilder:
             defaults,
             info.capacity,
             Registrations(client),
+            root=info.root or card.name,
             role=info.role,
             get_prefill_target=prefill_target,
         )

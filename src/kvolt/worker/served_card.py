@@ -22,6 +22,8 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
 
     names: tuple[str, ...] = ()
     """Names for clients: the first is the model's, the others are aliases. Empty: the engine's name."""
+    loaded_name: str | None = None
+    """Name under which the model is loaded; None: the engine's name."""
     generation_defaults: dict[str, Any] | None = None
     """Replaces the engine's generation defaults; None: keep them."""
 
@@ -41,14 +43,16 @@ def served_card(engine: Engine, served: ServedModel) -> ModelCard:
 
 
 def with_served_card(info: EngineInfo, engine: Engine, served: ServedModel) -> EngineInfo:
-    """The registration of an engine with the name and hash of its served card."""
+    """The registration of an engine with the names and hash of its served card."""
     card = served_card(engine, served)
     unsupported = _unsupported(engine, _wanted_defaults(engine.card, served))
     if unsupported:
         log.warning("generation defaults ignored: engine=%s unsupported=%s", info.engine, unsupported)
-    if card == engine.card:
-        return info
-    return msgspec.structs.replace(info, model=card.name, card=card_hash(card))
+    root = served.loaded_name or engine.card.name
+    changes: dict[str, Any] = {} if root == card.name else {"root": root}
+    if card != engine.card:
+        changes |= {"model": card.name, "card": card_hash(card)}
+    return msgspec.structs.replace(info, **changes) if changes else info
 
 
 def _wanted_defaults(card: ModelCard, served: ServedModel) -> dict[str, Any]:

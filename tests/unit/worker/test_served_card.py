@@ -32,13 +32,30 @@ def test_requests_reach_a_model_under_all_its_names() -> None:
             await edge.ready("chat")
             listed = (await edge.ask("/v1/models")).json["data"]
             assert [(each["id"], each["root"], each["parent"]) for each in listed] == [
-                ("chat", "chat", None),
-                ("chat-fast", "chat", None),
+                ("chat", MODEL, None),
+                ("chat-fast", MODEL, None),
             ]
             for name in ("chat", "chat-fast"):
                 answer = await edge.chat(model=name, max_tokens=3)
                 assert (answer.status, answer.json["model"]) == (200, name)
             assert (await edge.chat(model=MODEL)).status == 404
+
+    run_virtual(scenario)
+
+
+def test_root_is_the_name_under_which_the_model_was_loaded() -> None:
+    """Also if the engine was given another name; replicas with other paths are one model."""
+
+    async def scenario() -> None:
+        async with Lab() as lab:
+            for name in ("w0", "w1"):
+                served = ServedModel(names=("chat",), loaded_name=f"/models/{name}")
+                await lab.worker(name, options=WorkerOptions(served=served))
+            edge = await lab.frontend()
+            await edge.ready("chat")
+            [listed] = (await edge.ask("/v1/models")).json["data"]
+            assert (listed["id"], listed["root"]) == ("chat", "/models/w0")
+            assert listed["workers"] == {"aggregated": 2}
 
     run_virtual(scenario)
 

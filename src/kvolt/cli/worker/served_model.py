@@ -63,7 +63,8 @@ def served_model(group: WorkerSettings) -> ServedModel:
                 key="served_names",
                 remedy=f"use 1 to {_MAX_NAME_CHARS} printable characters",
             )
-    return ServedModel(names=names, generation_defaults=_defaults(group.generation_config, model))
+    defaults = _defaults(group.generation_config, model)
+    return ServedModel(names=names, loaded_name=model, generation_defaults=defaults)
 
 
 def _default_names(model: str | None) -> tuple[str, ...]:

@@ -257,7 +257,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="
     created: _Count
     owned_by: str = "kvolt"
     root: str | UnsetType = UNSET
-    """The base model of an adapter, the model of an alias; a model's own name."""
+    """Name under which the model, of an adapter its base model, was loaded: a name, a folder or a file."""
     parent: str | UnsetType | None = UNSET
     """The base model of an adapter; `null` for a model."""
     context_window: _Count | UnsetType = UNSET

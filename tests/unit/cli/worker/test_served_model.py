@@ -69,6 +69,11 @@ def test_a_gguf_file_is_named_by_its_stem(tmp_path: Path) -> None:
     assert served_model(group(model="owner/name:file.gguf")).names == ()
 
 
+def test_the_loaded_name_is_the_model_as_given_unless_a_server_decides() -> None:
+    assert served_model(group(model="a/b", served_names=["x"])).loaded_name == "a/b"
+    assert served_model(group(model="a/b", engine="remote")).loaded_name is None
+
+
 @pytest.mark.parametrize("name", ["", " ", "a\nb", "x" * 1025])
 def test_names_that_cannot_be_used(name: str) -> None:
     with pytest.raises(ConfigError, match="served model name"):
