@@ -24,7 +24,10 @@ from kvolt.twin.objectives import OBJECTIVES
 HELP = """
 Print a completion script of verbs, flags and their values.
 
-For this shell only:  source <(kvolt completion bash)
+For this shell only:
+  bash  source <(kvolt completion bash)
+  zsh   source <(kvolt completion zsh)                     (after compinit)
+  fish  kvolt completion fish | source
 For all shells, once, and again after an update of kvolt:
   bash  kvolt completion bash > ~/.kvolt.bash && echo 'source ~/.kvolt.bash' >> ~/.bashrc
   zsh   kvolt completion zsh > ~/.kvolt.zsh && echo 'source ~/.kvolt.zsh' >> ~/.zshrc      (after compinit)
@@ -44,6 +47,8 @@ class CommandWords:
     flags: dict[str, str] = field(default_factory=dict)
     values: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Known values of the flags that take one. Where none are known, shells complete file names."""
+    takes_argument: bool = False
+    """Whether it takes an argument, such as a file, beside the verbs."""
 
 
 _NAMES: dict[str, Callable[[], Iterable[str]]] = {
@@ -95,6 +100,7 @@ def _commands_of(name: str, parser: argparse.ArgumentParser) -> Commands:
                 commands.update(_commands_of(f"{name} {sub_verb}", sub_parser))
         elif not action.option_strings:
             command.verbs.update(dict.fromkeys(map(str, action.choices or ()), ""))
+            command.takes_argument = command.takes_argument or not action.choices
         elif (
             action.help != argparse.SUPPRESS
             or isinstance(action, RecordOverride)  # not listed in this help, but usable
@@ -184,7 +190,7 @@ def _zsh(commands: Commands) -> Iterator[str]:
     yield '    esac\n    case "$command" in'
     for name, command in commands.items():
         described = {**command.verbs, **command.flags}
-        pairs = [f"{word}:{text.replace(':', ' -')}" for word, text in described.items()]
+        pairs = [f"{word}:{text.replace(':', ' -')}" if text else word for word, text in described.items()]
         yield f'    ("{name}") choices=({shlex.join(pairs)}) ;;'
     yield """    esac
     _describe kvolt choices || _files
@@ -197,7 +203,7 @@ def _fish(commands: Commands) -> Iterator[str]:
     yield """function __kvolt_at
     set -l command
     for word in (commandline -opc)[2..]
-        if contains -- (string join ' ' $command $word) $__kvolt_commands
+        if contains -- (string join -- ' ' $command $word) $__kvolt_commands
             set -a command $word
         end
     end
@@ -205,8 +211,9 @@ def _fish(commands: Commands) -> Iterator[str]:
 end"""
     for name, command in commands.items():
         at = f"complete -c kvolt -n '__kvolt_at {name}'"
+        no_files = "" if command.takes_argument else " -f"
         for word, text in command.verbs.items():
-            yield f"{at} -f -a {word} -d {_fish_quote(text)}"
+            yield f"{at}{no_files} -a {word} -d {_fish_quote(text)}"
         for flag, text in command.flags.items():
             values = command.values.get(flag)
             takes = "" if values is None else f" -x -a {_fish_quote(' '.join(values))}" if values else " -r"

@@ -70,6 +70,50 @@ def test_bash_completes_verbs_flags_and_values(scripts: Path, words: list[str], 
     assert sorted(offered_by_bash(scripts, *words)) == sorted(offered)
 
 
+_ZSH = """
+setopt no_unset
+matches() {  # of the arguments after --, without descriptions
+    local -a found
+    found=(${(M)${@%%:*}:#${words[CURRENT]#*=}*})
+    (( $#found )) && print -l -- $found
+}
+compdef() { :; }
+compset() { :; }
+compadd() { matches ${@[$(( ${@[(i)--]} + 1 )),-1]}; }
+_describe() { matches ${(P)2}; }
+_files() { print -- FILES; }
+source "$1"; shift
+words=("$@") CURRENT=$#
+_kvolt
+"""
+"""Runs the completion function with stand-ins for the functions of zsh that show what it offers."""
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="no zsh")
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        (["ser"], ["serve"]),
+        (["serve", "--tl"], ["--tls-cert", "--tls-key"]),
+        (["serve", "--engine", "s"], ["sim", "sglang"]),
+        (["serve", "--engine=s"], ["sim", "sglang"]),
+        (["serve", "m", "--prefill", "1", "--de"], ["--decode", "--decode-first"]),
+        (["serve", "--set", "router.queue_w"], ["router.queue_wait_s="]),
+        (["serve", "--config", "x"], ["FILES"]),
+        (["serve", "x"], ["FILES"]),
+        (["cache", "stat", "--j"], ["--json"]),
+        (["router", "explain", "--tok"], ["--tokens"]),
+        (["completion", "z"], ["zsh"]),
+        (["--v"], ["--version"]),
+    ],
+)
+def test_zsh_completes_verbs_flags_and_values(scripts: Path, words: list[str], offered: list[str]) -> None:
+    command = ["zsh", "-f", "-c", _ZSH, "zsh", str(scripts / "kvolt.zsh"), "kvolt", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stderr == ""
+    assert sorted(done.stdout.split()) == sorted(offered)
+
+
 @pytest.mark.skipif(shutil.which("fish") is None, reason="no fish")
 @pytest.mark.parametrize(
     ("line", "offered"),
@@ -78,11 +122,22 @@ def test_bash_completes_verbs_flags_and_values(scripts: Path, words: list[str], 
         ("kvolt serve --engine s", ["sim", "sglang"]),
         ("kvolt cache stat --j", ["--json"]),
         ("kvolt router explain --tok", ["--tokens"]),
+        ("kvolt serve m --prefill 1 --de", ["--decode", "--decode-first"]),
+        ("kvolt serve --engine=si", ["--engine=sim"]),
+        ("kvolt serve --set router.queue_w", ["router.queue_wait_s="]),
+        ("kvolt completion z", ["zsh"]),
+        ("kvolt serve --config pl", ["plain.toml"]),
+        ("kvolt serve pl", ["plain.toml"]),
+        ("kvolt twin pl", ["plain.toml"]),
+        ("kvolt completion pl", []),
     ],
 )
 def test_fish_completes_verbs_flags_and_values(scripts: Path, line: str, offered: list[str]) -> None:
-    code = f"source {scripts / 'kvolt.fish'}; complete -C '{line}'"
-    done = subprocess.run(["fish", "--no-config", "-c", code], capture_output=True, text=True, timeout=60)
+    (scripts / "plain.toml").touch()
+    code = f"source kvolt.fish; complete -C '{line}'"
+    command = ["fish", "--no-config", "-c", code]
+    done = subprocess.run(command, cwd=scripts, capture_output=True, text=True, timeout=60)
+    assert done.stderr == ""
     assert sorted(each.split("\t")[0] for each in done.stdout.splitlines()) == sorted(offered)
 
 
