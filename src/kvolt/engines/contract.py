@@ -383,4 +383,5 @@ def check_sampling_fields(sampling: Sampling, supported: frozenset[str], engine:
     """Raise Unsupported if a field is set that the engine does not declare in `sampling_fields`."""
     for name in Sampling.__struct_fields__:
         if name not in supported and getattr(sampling, name) != getattr(_DEFAULT_SAMPLING, name):
-            raise Unsupported(f"the engine {engine} does not support {name}", feature=name, param=name)
+            refusal = f"the engine {engine} does not support {name}: leave it out"
+            raise Unsupported(refusal, feature=name, param=name)

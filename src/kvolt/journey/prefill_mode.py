@@ -244,7 +244,7 @@ class PrefillModeSelector(PrefillModePolicy):
         return self._decode_router.forecast(msgspec.structs.replace(moved, handoff=_PLACEHOLDER_HANDOFF))
 
     def _is_comparable(self, forecasts: _Forecasts) -> bool:
-        """Whether costs decide: guesses are not compared."""
+        """Whether costs decide: only workers with a latency model of their own, also an estimated one, are compared."""
         has_own_models = forecasts.local.has_own_model and forecasts.prefill.has_own_model
         return self._rule.is_predicted and has_own_models
 

@@ -12,12 +12,16 @@ depend on results, so it needs no synchronisation.
 Order of the filters: top_k, then top_p over the sum of what top_k keeps. min_p is a share of the largest weight and
 depends on neither. The largest threshold counts.
 
-A new filter is a threshold too, the same on the host (`_apply_filters`) and on a device (`_thresholds`):
+A new filter that keeps the tokens from some weight on is a threshold too, the same on the host (`_apply_filters`) and
+on a device (`_thresholds`):
 
 - by rank or by the largest weight: before top_p;
 - by the sum of the whole row: beside min_p, since it depends on no other filter. The host has the sum (`total`); a
   device computes it;
 - by the sum of the kept weights: after top_p.
+
+Any other filter sets weights to 0 after the thresholds: a band that may lack the largest weight could leave no token
+beside a threshold. What it compares must not depend on the order of a sum, so it sums integers only.
 
 `_thresholds` returns early, twice, where no row has top_p: a filter that is added below a return has no effect on a
 device unless the condition of that return names it. A new filter is also a field of `Draws`, and of the `numbers` that
