@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib.metadata
+import math
 import multiprocessing
 import os
 import platform
@@ -191,6 +192,18 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(statistics.median(values), min(values), max(values))
 
 
+def median_bound(values: Sequence[float]) -> float | None:
+    """Upper 95 % bound of the median, without an assumption about the distribution; None: too few values.
+
+    The smallest value that is below the median with a probability of at most 5 %, as in a sign test.
+    """
+    count = len(values)
+    for rank, value in enumerate(sorted(values), 1):
+        if sum(math.comb(count, above) for above in range(rank, count + 1)) <= 0.05 * 2**count:
+            return value
+    return None
+
+
 def interval(values: Sequence[float]) -> Interval:
     """Student's t interval of the mean."""
     mean, freedom = statistics.fmean(values), len(values) - 1
@@ -252,9 +265,13 @@ class Rows(Generic[Row]):
 
     def over(self, other: Rows[Row], figure: Figure, theirs: Figure | None = None) -> Spread | None:
         """Ratio to others (to another figure of theirs) within each round; None where no round has both."""
-        mine, peers = self.values(figure), other.values(theirs or figure)
-        ratios = [value / peers[number] for number, value in mine.items() if number in peers]
-        return spread(ratios) if ratios else None
+        pairs = self.pairs(other, figure, theirs)
+        return spread([mine / peer for mine, peer in pairs]) if pairs else None
+
+    def pairs(self, other: Rows[Row], figure: Figure, theirs: Figure | None = None) -> list[tuple[Any, Any]]:
+        """The figure here and there, of each round that has both."""
+        peers = other.values(theirs or figure)
+        return [(value, peers[number]) for number, value in self.values(figure).items() if number in peers]
 
 
 def cell(value: Any, form: str = "") -> str:

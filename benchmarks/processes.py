@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -98,9 +99,15 @@ class Processes:
                 raise BrokenRun(f"{self._name}: no {what} within {_READY_S:.0f} s\n{logs}")
             time.sleep(0.1)
 
-    def wait_answer(self, port: int, model: str) -> None:
-        """Poll until a chat request is answered."""
-        self.wait_for(lambda: _answers(port, model), "answer")
+    def wait_answer(
+        self,
+        port: int,
+        model: str,
+        tls: ssl.SSLContext | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """Poll until a chat request is answered, over HTTPS if `tls` is given."""
+        self.wait_for(lambda: _answers(port, model, tls, headers or {}), "answer")
 
     def wait_workers(self, port: int, count: int) -> None:
         self.wait_for(lambda: num_workers(f"http://127.0.0.1:{port}") >= count, f"{count} workers")
@@ -350,15 +357,15 @@ def _runs(python: Path, statement: str) -> bool:
 # ---
 
 
-def _answers(port: int, model: str) -> bool:
+def _answers(port: int, model: str, tls: ssl.SSLContext | None, headers: Mapping[str, str]) -> bool:
     body = {"model": model, "max_tokens": 2, "messages": [{"role": "user", "content": "hello"}]}
     request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/v1/chat/completions",
+        f"{'https' if tls else 'http'}://127.0.0.1:{port}/v1/chat/completions",
         json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
+        {"Content-Type": "application/json", **headers},
     )
     try:
-        with urllib.request.urlopen(request, timeout=10) as response:
+        with urllib.request.urlopen(request, timeout=10, context=tls) as response:
             return bool(response.status == 200)
     except (urllib.error.URLError, OSError):
         return False

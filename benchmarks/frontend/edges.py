@@ -13,15 +13,17 @@ them; prefill is a thousand times faster than real. Dynamo logs a line per reque
 from __future__ import annotations
 
 import json
+import ssl
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 from benchmarks.frontend import tiny_model
 from benchmarks.frontend.tiny_model import EOS_TOKEN, TinyModel
+from benchmarks.harness import Missing
 from benchmarks.meters import Meter
 from benchmarks.processes import (
     KVOLT,
@@ -30,6 +32,7 @@ from benchmarks.processes import (
     clean_environ,
     free_port,
     installed_python,
+    output_of,
 )
 
 KVOLT_NAME = "kvolt"
@@ -46,6 +49,11 @@ _DYNAMO_NEEDS = (
     *("pydantic<=2.13.5", "pyzmq", "redis<9", "tokenizers", "tqdm", "transformers", "typing-extensions"),
     *("uvloop", "zstandard"),
 )
+_TENANT = (
+    *("--tenant", "bench", "--requests-per-second", "1000000", "--concurrency", "100000"),
+    *("--input-tokens-per-minute", "1000000000000", "--output-tokens-per-minute", "1000000000000"),
+)
+"""A tenant with every kind of limit, none of which is reached."""
 _SPEEDUP = 1000.0
 _DECODE_STEP_S = 0.00574
 
@@ -60,6 +68,46 @@ class Edge:
     mock_meter: Meter
     step_s: float | None
     """Step time of the mock workers, which give every stream a token per step; None: as fast as they can."""
+    tls: ssl.SSLContext | None = None
+    """Of a client, where the edge speaks HTTPS."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """Of every request: an API key."""
+
+    @property
+    def head(self) -> str:
+        return "".join(f"{name}: {value}\r\n" for name, value in self.headers.items())
+
+
+class ServerCertificate(msgspec.Struct, frozen=True):
+    """Files of a certificate for this machine, made for one run."""
+
+    certificate: Path
+    private_key: Path
+
+    def client_context(self) -> ssl.SSLContext:
+        return ssl.create_default_context(cafile=str(self.certificate))
+
+
+def server_certificate(folder: Path) -> ServerCertificate:
+    """Signed by itself with a P-256 key, by the program `openssl`."""
+    files = ServerCertificate(folder / "certificate.pem", folder / "key.pem")
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+    ]
+    command += ["-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    command += ["-out", str(files.certificate), "-keyout", str(files.private_key)]
+    try:
+        subprocess.run(command, capture_output=True, check=True)
+    except FileNotFoundError:
+        raise Missing("the program openssl") from None
+    return files
 
 
 class Dynamo(msgspec.Struct, frozen=True):
@@ -93,14 +141,27 @@ def serve_kvolt(
     *,
     frontend_arguments: Sequence[str] = (),
     num_workers: int = NUM_WORKERS,
+    https: bool = False,
+    keys: bool = False,
     **environ: str,
 ) -> Iterator[Edge]:
-    """A frontend and worker processes."""
+    """A frontend and worker processes; with `keys`, requests have the key of a tenant with all limits."""
     with Processes("kvolt") as processes:
         env, port = processes.environ(**environ), free_port()
-        frontend = processes.start(
-            "frontend", [*KVOLT, "frontend", "--port", str(port), *frontend_arguments], env
-        )
+        command = [*KVOLT, "frontend", "--port", str(port), *frontend_arguments]
+        tls, headers = None, {}
+        if https:
+            files = server_certificate(processes.folder)
+            tls = files.client_context()
+            command += ["--tls-cert", str(files.certificate), "--tls-key", str(files.private_key)]
+        if keys:
+            store = processes.folder / "api-keys.jsonl"
+            key = (
+                output_of(["kvolt", "key", "create", "--api-keys", str(store), *_TENANT]).decode().split()[-1]
+            )
+            headers = {"Authorization": f"Bearer {key}"}
+            command += ["--api-keys", str(store)]
+        frontend = processes.start("frontend", command, env)
         arguments = {
             **model_arguments(model),
             "latency": json.dumps({"base_s": step_s or 0.0}),
@@ -110,8 +171,9 @@ def serve_kvolt(
             "max_batch_tokens": 65536,
         }
         workers = start_workers(processes, num_workers, arguments, env)
-        processes.wait_answer(port, tiny_model.NAME)
-        yield Edge(name, port, Meter([frontend.pid]), Meter([each.pid for each in workers]), step_s)
+        processes.wait_answer(port, tiny_model.NAME, tls, headers)
+        mock_meter = Meter([each.pid for each in workers])
+        yield Edge(name, port, Meter([frontend.pid]), mock_meter, step_s, tls, headers)
 
 
 def model_arguments(model: TinyModel) -> dict[str, object]:
@@ -137,18 +199,24 @@ def serve_dynamo(
     name: str = DYNAMO_NAME,
     *,
     router_mode: str = "round-robin",
+    https: bool = False,
     **environ: str,
 ) -> Iterator[Edge]:
     """Its frontend and a process of mock workers."""
     decode_speedup = 1.0 if step_s is None else _DECODE_STEP_S / _SPEEDUP / step_s
     with Processes("dynamo") as processes:
         env, port = dynamo_environ(processes, **environ), free_port()
-        frontend = start_dynamo_frontend(processes, dynamo, port, env, "--router-mode", router_mode)
+        flags, tls = ["--router-mode", router_mode], None
+        if https:
+            files = server_certificate(processes.folder)
+            tls = files.client_context()
+            flags += ["--tls-cert-path", str(files.certificate), "--tls-key-path", str(files.private_key)]
+        frontend = start_dynamo_frontend(processes, dynamo, port, env, *flags)
         speed = ("--speedup-ratio", f"{_SPEEDUP:g}", "--decode-speedup-ratio", f"{decode_speedup:.9f}")
         sizes = mocker_sizes(NUM_WORKERS, BLOCK_SIZE, 1 << 20, 1024, 65536)
         [mock] = start_mockers(processes, dynamo, env, 1, sizes, *speed)
-        processes.wait_answer(port, tiny_model.NAME)
-        yield Edge(name, port, Meter([frontend.pid]), Meter([mock.pid]), step_s)
+        processes.wait_answer(port, tiny_model.NAME, tls)
+        yield Edge(name, port, Meter([frontend.pid]), Meter([mock.pid]), step_s, tls)
 
 
 def dynamo_environ(processes: Processes, **more: str) -> dict[str, str]:

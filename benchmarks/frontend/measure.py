@@ -156,9 +156,7 @@ class Bench:
         """Measure delays with a mock without delay, and with the light load."""
         count = max(round(rate_per_s * seconds), 10)
         return [
-            uvloop.run(
-                _delays(edge, prompt_requests(count, _DELAY_TOKENS, self._next_seed()), rate_per_s, number)
-            )
+            uvloop.run(_delays(edge, self._requests(edge, count, _DELAY_TOKENS), rate_per_s, number))
             for edge in (self._edges.flat, self._edges.light)
         ]
 
@@ -166,7 +164,7 @@ class Bench:
         assert edge.step_s is not None
         seconds = self._seconds * _SHARE
         num_tokens = int((seconds + self._lead_s) * 1.5 / edge.step_s)
-        requests = prompt_requests(self._num_connections, num_tokens, self._next_seed())
+        requests = self._requests(edge, self._num_connections, num_tokens)
         done = uvloop.run(steady_load(edge, requests, seconds))
         time.sleep(_AFTER_ABORT_S)
         return done
@@ -174,11 +172,14 @@ class Bench:
     def _closed(
         self, max_tokens: int, per_connection: int, write: Writer = few_words, edge: Edge | None = None
     ) -> Measured:
+        edge = edge or self._edges.flat
         requests = [
-            prompt_requests(per_connection, max_tokens, self._next_seed(), write)
-            for _ in range(self._num_connections)
+            self._requests(edge, per_connection, max_tokens, write) for _ in range(self._num_connections)
         ]
-        return uvloop.run(closed_load(edge or self._edges.flat, requests))
+        return uvloop.run(closed_load(edge, requests))
+
+    def _requests(self, edge: Edge, count: int, max_tokens: int, write: Writer = few_words) -> list[bytes]:
+        return prompt_requests(count, max_tokens, self._next_seed(), write, edge.head)
 
     def _share(self, num_requests: float) -> int:
         return max(round(num_requests / self._num_connections), 1)
@@ -203,7 +204,7 @@ async def _delays(edge: Edge, requests: Sequence[bytes], rate_per_s: float, numb
     rng = random.Random(number)
     first_ms: list[float] = []
     gaps_ms: list[float] = []
-    async with Load(edge.port, _MAX_UNDER_WAY) as load:
+    async with Load(edge, _MAX_UNDER_WAY) as load:
         free = list(load.connections)
 
         def ask(connection: Connection, request: bytes) -> None:

@@ -59,9 +59,11 @@ def chat_request(
     return f"{start}{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
-def prompt_requests(count: int, max_tokens: int, seed: int, write: Writer = few_words) -> list[bytes]:
+def prompt_requests(
+    count: int, max_tokens: int, seed: int, write: Writer = few_words, head: str = ""
+) -> list[bytes]:
     rng = random.Random(seed)
     return [
-        chat_request([{"role": "user", "content": write(_PROMPT_WORDS, rng)}], max_tokens)
+        chat_request([{"role": "user", "content": write(_PROMPT_WORDS, rng)}], max_tokens, head)
         for _ in range(count)
     ]
