@@ -34,22 +34,15 @@ class Several(VllmHarness):
 
 
 @pytest.fixture(scope="module")
-async def three(tiny: Path, monkeypatch_module: pytest.MonkeyPatch) -> AsyncIterator[list[Kept]]:
+async def three(tiny: Path) -> AsyncIterator[list[Kept]]:
     engine_args = SMALL | {"kv_transfer_config": {"kv_connector": NIXL, "kv_role": "kv_both"}}
     arguments = VllmArguments(served_name="tiny", engine_args=engine_args, hold_s=3.0)
     kept = [Kept(Role.AGGREGATED, arguments, tiny) for _ in range(3)]
     for each in kept:
-        monkeypatch_module.delenv("VLLM_NIXL_SIDE_CHANNEL_PORT", raising=False)
         await each.make_ready()
     yield kept
     for each in kept:
         await each.close()
-
-
-@pytest.fixture(scope="module")
-def monkeypatch_module() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        yield patch
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)

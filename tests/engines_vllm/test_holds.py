@@ -43,7 +43,6 @@ async def kept_pair(
         patch.setenv(FOLDER, str(folder))
         kept = []
         for more in (MOVING, LATE):
-            patch.delenv("VLLM_NIXL_SIDE_CHANNEL_PORT", raising=False)
             arguments = VllmArguments(served_name="tiny", engine_args=SMALL | more, hold_s=HOLD_S)
             kept.append(Kept(Role.AGGREGATED, arguments, tiny))
             await kept[-1].make_ready()

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
-import pytest
 from kept import SMALL, Kept, VllmHarness
 
 from kvolt.core.ids import SequenceHash
@@ -131,13 +130,12 @@ async def test_what_left_the_device_comes_back_from_host_and_disk_and_is_right(
         await run.assert_empty()
 
 
-async def test_prefill_and_decode_workers_have_tiers_too(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_prefill_and_decode_workers_have_tiers_too(tiny: Path) -> None:
     """A prefill worker brings back what it has lost before it hands over; a decode worker what nobody hands over."""
     tiers = VllmTiers(host="100blocks")
     async with AsyncExitStack() as stack:
         runs: list[Run] = []
         for role in (Role.PREFILL, Role.DECODE):
-            monkeypatch.delenv("VLLM_NIXL_SIDE_CHANNEL_PORT", raising=False)
             runs.append(await stack.enter_async_context(tiered(tiny, tiers, role)))
         source, target = runs
         alone = await ask(target, "alone", 1)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import socket
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -172,9 +171,10 @@ def _transfer_config(args: dict[str, Any], hold_s: float) -> dict[str, Any]:
     }
     if current_platform.is_cpu():
         defaults["kv_buffer_device"] = "cpu"
-    # Two workers of a host cannot both use vLLM's default port; tickets contain the address.
+    # Two workers of a host cannot both use vLLM's default port; tickets contain the address. kvolt's connector binds
+    # port 0 to a free one.
     set_default("VLLM_NIXL_SIDE_CHANNEL_HOST", _own_address())
-    set_default("VLLM_NIXL_SIDE_CHANNEL_PORT", str(_free_port()))
+    set_default("VLLM_NIXL_SIDE_CHANNEL_PORT", "0")
     return defaults | args
 
 
@@ -234,13 +234,6 @@ def _own_address() -> str:
 
     address = str(get_ip())
     return "localhost" if address in ("", "0.0.0.0", "::") else address
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def _events_config(args: dict[str, Any], folder: Path) -> dict[str, Any]:

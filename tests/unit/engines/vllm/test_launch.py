@@ -180,7 +180,7 @@ def test_role_selects_its_connector(launched: Launcher, role: Role, kv_role: str
         kv_buffer_device="cpu",
     )
     assert os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "10.1.2.3"
-    assert 0 < int(os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"]) < 65536
+    assert os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "0", "the connector binds a free port"
 
 
 def test_where_a_user_says_it_is_met_it_is_met(launched: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,11 +13,11 @@ from typing import Any
 
 import msgspec
 import zmq
+from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import GET_META_MSG
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.utils import zmq_ctx
 from vllm.platforms import current_platform
-from vllm.utils.network_utils import make_zmq_path
+from vllm.utils.network_utils import make_zmq_path, make_zmq_socket
 
 from kvolt.engines.vllm.plugins.kv_holds import DEADLINE_S, HOLD_S, HoldAnswers, Holds, serve
 from kvolt.runtime.clock import SystemClock
@@ -45,8 +45,28 @@ require(
     "request_finished",
     "build_connector_meta",
     "update_connector_output",
+    "set_xfer_handshake_metadata",
     "_nixl_handshake_listener",
 )
+
+
+class SideChannel:
+    """The bound socket of vLLM's side channel. `port` 0: any free one. ZMQError if the port is in use."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._context = zmq.Context()
+        try:
+            self.socket = make_zmq_socket(
+                self._context, make_zmq_path("tcp", host, port), zmq.ROUTER, bind=True
+            )
+        except zmq.ZMQError:
+            self.close()
+            raise
+        self.socket.setsockopt(zmq.RCVTIMEO, _LISTEN_MS)
+        self.port = int(self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
 
 
 class OwnerScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
@@ -56,6 +76,7 @@ class OwnerScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         super().__init__(vllm_config, engine_id, kv_cache_config)
         self.holds = Holds(_now)
         self._is_cpu = current_platform.is_cpu()
+        self._side_channel: SideChannel | None = None
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         is_held, ticket = super().request_finished(request, block_ids)
@@ -91,6 +112,16 @@ class OwnerScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             self.holds.end(name)
         super().update_connector_output(connector_output)
 
+    def set_xfer_handshake_metadata(self, metadata: Any) -> None:
+        """Bind the side channel, then start vLLM's thread that serves it. ZMQError if the port is in use: vLLM, which
+        binds in the thread, would wait for it forever."""
+        if self._side_channel is None:
+            # vLLM has added the number of the data parallel rank.
+            port: int = self.side_channel_port if envs.VLLM_NIXL_SIDE_CHANNEL_PORT else 0
+            self._side_channel = SideChannel(self.side_channel_host, port)
+            self.side_channel_port: int = self._side_channel.port
+        super().set_xfer_handshake_metadata(metadata)
+
     def _nixl_handshake_listener(
         self,
         encoded_data: dict[tuple[int, int], Any],
@@ -100,6 +131,7 @@ class OwnerScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         port: int,
     ) -> None:
         """Replaces vLLM's listener: answers handshakes, checks and renewals."""
+        assert self._side_channel is not None
 
         def handshake(message: bytes) -> tuple[bytes, bytes]:
             kind, pp_rank, tp_rank = msgspec.msgpack.decode(message)
@@ -107,7 +139,13 @@ class OwnerScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
                 raise ValueError(f"unexpected message {kind!r}")
             return encoded_data[(pp_rank, tp_rank)], msgspec.msgpack.encode(time.perf_counter())
 
-        with zmq_ctx(zmq.ROUTER, make_zmq_path("tcp", host, port)) as socket:
-            socket.setsockopt(zmq.RCVTIMEO, _LISTEN_MS)
-            ready_event.set()
-            serve(socket, HoldAnswers(self.engine_id, self.holds), handshake, stop_event.is_set)
+        ready_event.set()
+        try:
+            serve(
+                self._side_channel.socket,
+                HoldAnswers(self.engine_id, self.holds),
+                handshake,
+                stop_event.is_set,
+            )
+        finally:
+            self._side_channel.close()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import zmq
 from tests.unit.engines.vllm.plugins.tier_lab import stood_in
+from tests.waits import MUST_HAPPEN_S
 
 LEASE_S = 30
+ENVS = SimpleNamespace(VLLM_NIXL_SIDE_CHANNEL_PORT=0)
 
 
 @dataclass
@@ -28,8 +32,14 @@ class NixlKVConnectorStats:
 
 
 class NixlPullConnectorScheduler:
+    dp_index = 1
+
     def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any) -> None:
         self.engine_id = engine_id
+        self.side_channel_host = "127.0.0.1"
+        self.side_channel_port = ENVS.VLLM_NIXL_SIDE_CHANNEL_PORT + self.dp_index
+        self._listener: threading.Thread | None = None
+        self._stop_event = threading.Event()
         self._kv_lease_duration = LEASE_S
         self._reqs_need_send: dict[str, float] = {}
         self._reqs_need_recv: dict[str, Any] = {}
@@ -49,8 +59,21 @@ class NixlPullConnectorScheduler:
     def update_connector_output(self, connector_output: Any) -> None:
         self.updates.append(connector_output)
 
-    @staticmethod
-    def _nixl_handshake_listener(*args: Any) -> None:
+    def set_xfer_handshake_metadata(self, metadata: dict[tuple[int, int], bytes]) -> None:
+        is_ready = threading.Event()
+        address = (self.side_channel_host, self.side_channel_port)
+        self._listener = threading.Thread(
+            target=self._nixl_handshake_listener, args=(metadata, is_ready, self._stop_event, *address)
+        )
+        self._listener.start()
+        assert is_ready.wait(MUST_HAPPEN_S), "vLLM would wait forever"
+
+    def shutdown(self) -> None:
+        self._stop_event.set()
+        if self._listener is not None:
+            self._listener.join()
+
+    def _nixl_handshake_listener(self, *args: Any) -> None:
         raise AssertionError("kvolt has its own")
 
 
@@ -114,18 +137,28 @@ class NixlPullConnectorWorker:
         self.is_shut_down = True
 
 
+def make_zmq_socket(context: zmq.Context[Any], path: str, kind: int, bind: bool) -> zmq.Socket[bytes]:
+    assert bind
+    socket: zmq.Socket[bytes] = context.socket(kind)
+    socket.bind(path)
+    return socket
+
+
 _NIXL = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
 _MODULES: dict[str, dict[str, Any]] = {
     f"{_NIXL}.metadata": {"GET_META_MSG": b"get_meta_msg"},
     f"{_NIXL}.pull_scheduler": {"NixlPullConnectorScheduler": NixlPullConnectorScheduler},
     f"{_NIXL}.pull_worker": {"NixlPullConnectorWorker": NixlPullConnectorWorker},
     f"{_NIXL}.stats": {"NixlKVConnectorStats": NixlKVConnectorStats},
-    f"{_NIXL}.utils": {"zmq_ctx": None},
+    "vllm": {"envs": ENVS},
     "vllm.platforms": {"current_platform": SimpleNamespace(is_cpu=lambda: True)},
-    "vllm.utils.network_utils": {"make_zmq_path": lambda scheme, host, port: f"{scheme}://{host}:{port}"},
+    "vllm.utils.network_utils": {
+        "make_zmq_path": lambda scheme, host, port: f"{scheme}://{host}:{port}",
+        "make_zmq_socket": make_zmq_socket,
+    },
 }
 
 with stood_in(_MODULES):
     from kvolt.engines.vllm.plugins import nixl_owner, nixl_reader
 
-__all__ = ["LEASE_S", "nixl_owner", "nixl_reader"]
+__all__ = ["ENVS", "LEASE_S", "nixl_owner", "nixl_reader"]

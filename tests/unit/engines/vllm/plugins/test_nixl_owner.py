@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
-from tests.unit.engines.vllm.plugins.nixl_lab import LEASE_S, nixl_owner
+import zmq
+from tests.unit.engines.vllm.plugins.nixl_lab import ENVS, LEASE_S, nixl_owner
+from tests.waits import MUST_HAPPEN_S
 
 from kvolt.engines.vllm.plugins.kv_holds import DEADLINE_S, HOLD_S, Holds
 
@@ -113,3 +117,41 @@ def test_a_vllm_in_which_nothing_would_be_checked_is_refused() -> None:
     nixl_owner.require(Another, "request_finished")
     with pytest.raises(ImportError, match=r"no Another._pop_done_transfers, by which kvolt checks KV"):
         nixl_owner.require(Another, "request_finished", "_pop_done_transfers")
+
+
+@pytest.fixture
+def listening() -> Iterator[Callable[[], Any]]:
+    """Starts schedulers that serve their side channel."""
+    schedulers = []
+
+    def listen() -> Any:
+        schedulers.append(nixl_owner.OwnerScheduler(None, "engine", None))
+        schedulers[-1].set_xfer_handshake_metadata({(0, 0): b"metadata"})
+        return schedulers[-1]
+
+    yield listen
+    for each in schedulers:
+        each.shutdown()
+
+
+def handshake(port: int) -> bytes:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVTIMEO, int(MUST_HAPPEN_S * 1e3))
+        socket.connect(f"tcp://127.0.0.1:{port}")
+        socket.send_multipart((b"", msgspec.msgpack.encode((b"get_meta_msg", 0, 0))))
+        return socket.recv_multipart()[1]
+
+
+def test_each_side_channel_has_a_free_port(listening: Callable[[], Any]) -> None:
+    ports = [listening().side_channel_port for _ in range(2)]
+    assert [handshake(port) for port in ports] == [b"metadata"] * 2
+
+
+def test_a_port_set_by_the_user_in_use_fails_the_start(
+    listening: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = listening().side_channel_port
+    monkeypatch.setattr(ENVS, "VLLM_NIXL_SIDE_CHANNEL_PORT", port - 1)
+    with pytest.raises(zmq.ZMQError, match=f"in use.*{port}"):
+        listening()
