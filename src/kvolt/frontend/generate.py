@@ -50,7 +50,7 @@ from kvolt.frontend.openai_api.serializer import ChatSerializer, CompletionSeria
 from kvolt.frontend.openai_api.templating import build_template_input
 from kvolt.frontend.query import check_one, query_body
 from kvolt.frontend.request_body import BodyParser
-from kvolt.frontend.tenants.access import AccessGuard, caller_of, tenant_scope
+from kvolt.frontend.tenants.access import AccessGuard, caller_of
 from kvolt.frontend.worker_request import (
     PROMPT_EMBEDS,
     VLLM_XARGS,
@@ -171,7 +171,8 @@ class Generation:
         record.streams = bool(body.stream)
         model = self.find_model(http, body.model)
         record.of_model(model.card.name)
-        tenant = None if http.caller is None else tenant_scope(http)
+        caller = caller_of(http)
+        tenant = None if caller is None else caller.tenant
         hints = with_allowed_by_role(
             model, parse_hints(http.headers, body.nvext, body.cache_salt, body.priority, tenant)
         )

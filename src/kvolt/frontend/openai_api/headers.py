@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple, TypeVar
+from functools import lru_cache
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -98,11 +99,14 @@ class RequestHints(msgspec.Struct, frozen=True, kw_only=True):
     """Whether to return timing headers."""
 
 
-class TenantScope(NamedTuple):
+class TenantScope(Protocol):
     """Tenant of a request, and the salt of its KV namespace."""
 
-    name: str | None
-    salt: str | None
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def salt(self) -> str: ...
 
 
 NO_HINTS = RequestHints()
@@ -120,6 +124,12 @@ def _names() -> Iterable[str]:
             yield child
 
 
+@lru_cache(maxsize=1024)
+def _tenant_hints(name: str, salt: str) -> RequestHints:
+    """Hints of most requests of a tenant."""
+    return RequestHints(routing=RoutingHints(tenant=name), salt=_salt(salt, None))
+
+
 NAMES = frozenset(_names())
 """All headers that are read here."""
 
@@ -133,11 +143,12 @@ def parse_hints(
 ) -> RequestHints:
     """Combine headers and body; `body_salt` and `priority` are root-level fields. An authenticated `tenant` replaces
     the header. Raises InvalidRequest for a bad header."""
+    if nvext is None and priority is None and not body_salt and NAMES.isdisjoint(headers):
+        return NO_HINTS if tenant is None else _tenant_hints(tenant.name, tenant.salt)
     if tenant is None:
-        if nvext is None and priority is None and not body_salt and NAMES.isdisjoint(headers):
-            return NO_HINTS
-        name = _name(headers, TENANT)
-        tenant = TenantScope(name, name)
+        name = salt = _name(headers, TENANT)
+    else:
+        name, salt = tenant.name, tenant.salt
     if nvext is None:
         nvext = _NO_NVEXT
     else:
@@ -147,8 +158,8 @@ def parse_hints(
     return RequestHints(
         request_id=request_id if request_id and _REQUEST_ID.fullmatch(request_id) else None,
         traceparent=headers.get("traceparent"),
-        routing=_routing(headers, nvext, tenant.name, priority),
-        salt=_salt(tenant.salt, _body_salt(nvext.cache_salt, body_salt)),
+        routing=_routing(headers, nvext, name, priority),
+        salt=_salt(salt, _body_salt(nvext.cache_salt, body_salt)),
         annotations=nvext.annotations or (),
         extra_fields=nvext.extra_fields or (),
         token_data=nvext.token_data,

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from typing import cast
+from collections.abc import Awaitable, Callable, Mapping
 
 from kvolt.core.errors import ConfigError, KvoltError
 from kvolt.frontend.model import Model
 from kvolt.frontend.models import Models
 from kvolt.frontend.openai_api.errors import InsufficientPermissions, InvalidApiKey
-from kvolt.frontend.openai_api.headers import TENANT, TenantScope
-from kvolt.frontend.tenants.budgets import Budgets, TenantRequest, take_request
+from kvolt.frontend.openai_api.headers import TENANT
+from kvolt.frontend.tenants.budgets import Account, Budgets, TenantRequest, take_request
 from kvolt.frontend.tenants.live_keys import LiveKeys
-from kvolt.frontend.tenants.records import Caller, KeyTable, Scope
+from kvolt.frontend.tenants.records import Caller, KeyTable, Scope, Tenant
 from kvolt.frontend.tenants.usage import UNKNOWN, UsageMeter
 from kvolt.runtime.clock import Clock
 from kvolt.runtime.http.server import AnyResponse, Handler, HttpRequest
@@ -33,20 +32,22 @@ class AccessGuard:
         self.keys = keys
         self._budgets = budgets
         self._clock = clock
+        self._accounts: dict[str, Account] = {}
         self._refusals = _RefusalLog(clock.monotonic)
         keys.on_change = self._on_change
 
     def _on_change(self, table: KeyTable) -> None:
+        self._accounts.clear()
         self._budgets.retain(table.tenants.keys())
 
     def protect(self, handler: Handler, scope: Scope) -> Handler:
         """The handler for callers with this scope. Administration needs no key from this machine itself."""
         local_is_allowed = scope is Scope.ADMIN
 
-        async def guarded(request: HttpRequest) -> AnyResponse:
+        def guarded(request: HttpRequest) -> Awaitable[AnyResponse]:
             if not (local_is_allowed and _is_local(request)):
-                request.caller = self._authorize(request, scope)
-            return await handler(request)
+                request.caller = self._authorize(request.headers, scope)
+            return handler(request)
 
         return guarded
 
@@ -71,7 +72,7 @@ class AccessGuard:
         caller = caller_of(http)
         if caller is None:
             return None
-        request = TenantRequest(caller, self._budgets, self.usage)
+        request = TenantRequest(self._account(caller.tenant))
         await request.begin()
         return request
 
@@ -79,7 +80,7 @@ class AccessGuard:
         """Charge a request that generates nothing. Raises RateLimited."""
         caller = caller_of(http)
         if caller is not None:
-            await take_request(caller, self._budgets, self.usage)
+            await take_request(self._account(caller.tenant))
 
     def find_model(self, models: Models, name: str | None, caller: Caller | None) -> Model:
         """The ready model of a request, if its tenant may use it.
@@ -100,17 +101,24 @@ class AccessGuard:
 
     # ---
 
-    def _authorize(self, request: HttpRequest, scope: Scope) -> Caller:
-        caller = self.authenticate(request.headers)
-        tenant = caller.tenant.name
+    def _account(self, tenant: Tenant) -> Account:
+        account = self._accounts.get(tenant.name)
+        if account is None or account.tenant is not tenant:
+            budget = self._budgets.of(tenant) if tenant.is_limited else None
+            account = Account(tenant, budget, self.usage.of(tenant.name))
+            self._accounts[tenant.name] = account
+        return account
+
+    def _authorize(self, headers: Mapping[str, str], scope: Scope) -> Caller:
+        caller = self.authenticate(headers)
         if scope not in caller.key.scopes:
-            self._refuse(tenant, "scope")
+            self._refuse(caller.tenant.name, "scope")
             raise InsufficientPermissions(
                 f"insufficient permissions: the API key lacks the scope {scope.value!r}"
             )
         for header in TENANT:
-            if request.headers.get(header, tenant) != tenant:
-                self._refuse(tenant, "tenant")
+            if header in headers and headers[header] != caller.tenant.name:
+                self._refuse(caller.tenant.name, "tenant")
                 raise InsufficientPermissions(f"the header {header} names another tenant than the API key")
         return caller
 
@@ -124,19 +132,14 @@ class AccessGuard:
         )
 
     def _refuse(self, tenant: str, reason: str) -> None:
-        self.usage.count_refusal(tenant, reason)
+        self.usage.of(tenant).count_refusal(reason)
         self._refusals.count(tenant, reason)
 
 
 def caller_of(request: HttpRequest) -> Caller | None:
     """Authenticated sender; None where no key is needed."""
-    return cast("Caller | None", request.caller)
-
-
-def tenant_scope(request: HttpRequest) -> TenantScope | None:
-    """Tenant that replaces the one of the headers; None where no key is needed."""
-    caller = caller_of(request)
-    return None if caller is None else TenantScope(caller.tenant.name, caller.tenant.salt)
+    caller: Caller | None = request.caller
+    return caller
 
 
 def names_of(models: Models, model: Model) -> list[str]:
@@ -171,6 +174,8 @@ def _secret(headers: Mapping[str, str]) -> str | None:
     authorization = headers.get("authorization")
     if authorization is None:
         return headers.get("x-api-key")
+    if authorization.startswith("Bearer "):
+        return authorization[7:].strip()
     scheme, _, secret = authorization.partition(" ")
     return secret.strip() if scheme.lower() == "bearer" else ""
 

@@ -1,7 +1,7 @@
 """Records of a key store, and the table in which a frontend looks keys up.
 
 A key is 256 random bits, so its SHA-256 cannot be inverted or guessed: a slow, salted hash would protect passwords,
-which people choose, and would cost every request (docs/adr/0028). A lookup by hash does not compare secrets byte by
+which people choose, and would cost every request (docs/adr/0029). A lookup by hash does not compare secrets byte by
 byte, so its time reveals nothing about valid keys.
 """
 
@@ -87,6 +87,10 @@ class Tenant(
             is None
         )
 
+    @property
+    def has_token_limit(self) -> bool:
+        return not (self.input_tokens_per_minute is self.output_tokens_per_minute is None)
+
 
 class ApiKey(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, tag="key"
@@ -124,13 +128,15 @@ class Caller:
 
 
 class KeyTable:
-    """Callers by the hash of their key. Immutable; a changed store gives a new table."""
+    """Callers by the hash of their key. A changed store gives a new table."""
 
     def __init__(self, records: KeyRecords) -> None:
         """Raises ConfigError for duplicate records and keys without a tenant."""
         self.version = records.version
         self.tenants = _by_name(records.tenants)
         self._by_digest: dict[bytes, Caller] = {}
+        self._by_secret: dict[str, Caller] = {}
+        """Valid keys that were used: hashing one costs as much as all else that a request does with it."""
         ids: set[str] = set()
         for key in records.keys:
             tenant = self.tenants.get(key.tenant)
@@ -144,9 +150,12 @@ class KeyTable:
 
     def find(self, secret: str) -> Caller | None:
         """Caller with this key, expired or not."""
-        if not 0 < len(secret) <= MAX_KEY_CHARS:
-            return None
-        return self._by_digest.get(_digest(secret).digest())
+        caller = self._by_secret.get(secret)
+        if caller is None and 0 < len(secret) <= MAX_KEY_CHARS:
+            caller = self._by_digest.get(_digest(secret).digest())
+            if caller is not None:
+                self._by_secret[secret] = caller
+        return caller
 
 
 def new_secret() -> str:

@@ -10,15 +10,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
-from dataclasses import dataclass, field
 
 import msgspec
 
 from kvolt.core.endpoints import EndpointAddress, Instance
 from kvolt.core.errors import KvoltError
 from kvolt.core.ids import InstanceId
-from kvolt.frontend.tenants.leases import LeaseReply, LeaseRequest, Limiter, Pool
-from kvolt.frontend.tenants.limits import Amounts, Limit, LimitState, Refusal, TenantBudget
+from kvolt.frontend.tenants.lease_pool import KEEP_S, LeasePool
+from kvolt.frontend.tenants.leases import LeaseReply, LeaseRequest, Limiter
+from kvolt.frontend.tenants.limits import Amounts
+from kvolt.frontend.tenants.local_budget import LocalBudget
 from kvolt.frontend.tenants.records import Tenant
 from kvolt.runtime.endpoint.call import Deadlines
 from kvolt.runtime.endpoint.client import EndpointClient
@@ -32,23 +33,10 @@ _CALL_TIMEOUT_S = 1.0
 _DEADLINES = Deadlines(
     connect_s=_CALL_TIMEOUT_S, first_s=_CALL_TIMEOUT_S, between_s=_CALL_TIMEOUT_S, total_s=_CALL_TIMEOUT_S
 )
-_RENEW_S = 1.0
-_SLOT_RETRY_S = 0.05
-"""A slot that another process has just released may be on its way to the limiter."""
+_RENEW_S = KEEP_S
 
 _decode_reply = msgspec.msgpack.Decoder(LeaseReply).decode
 _decode_since = msgspec.msgpack.Decoder(float).decode
-
-
-@dataclass(slots=True, eq=False)
-class _Shared:
-    """State of one tenant in this process."""
-
-    pool: Pool
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """One call to the limiter at a time: the requests that wait may be covered by its lease."""
-    share: TenantBudget | None = None
-    """Local share while the limiter is lost."""
 
 
 class SharedBudgets:
@@ -74,8 +62,8 @@ class SharedBudgets:
         self._introduction = asyncio.Lock()
         self._is_lost = False
         self._num_failures = 0
-        self._old_levels: dict[str, dict[Limit, float]] = {}
-        self._shared: dict[str, _Shared] = {}
+        self._old_levels: dict[str, Amounts] = {}
+        self._locals: dict[str, LocalBudget] = {}
         self._wakeup = asyncio.Event()
         self._task_group = TaskGroup("tenant-budgets")
 
@@ -98,123 +86,45 @@ class SharedBudgets:
 
     # --- Budgets
 
-    async def take(self, tenant: Tenant, amounts: Amounts) -> Refusal | None:
-        tenant = self._current(tenant)
-        refusal = await self._take(tenant, amounts)
-        if refusal is not None and refusal.limit is Limit.CONCURRENCY and self._num_frontends > 1:
-            await asyncio.sleep(_SLOT_RETRY_S)
-            refusal = await self._take(tenant, amounts)
-        return refusal
-
-    async def _take(self, tenant: Tenant, amounts: Amounts) -> Refusal | None:
-        limiter = self._limiter
-        if limiter is None:
-            return await self._lease(self._of(tenant), amounts)
-        now = self._now()
-        budget = limiter.budget(tenant, now)
-        refusal = budget.take(amounts, now)
-        if refusal is None and tenant.concurrency is not None:
-            self._of(tenant).pool.held += amounts.get(Limit.CONCURRENCY, 0.0)
-        return refusal
-
-    def charge(self, tenant: Tenant, amounts: Amounts) -> None:
-        tenant = self._current(tenant)
-        if self._limiter is not None:
-            now = self._now()
-            self._limiter.budget(tenant, now).charge(amounts, now)
-        else:
-            self._of(tenant).pool.charge(amounts)
-
-    def put_back(self, tenant: Tenant, amounts: Amounts) -> None:
-        tenant = self._current(tenant)
-        shared = self._of(tenant)
-        if self._limiter is not None:
-            now = self._now()
-            shared.pool.held = max(shared.pool.held - amounts.get(Limit.CONCURRENCY, 0.0), 0.0)
-            self._limiter.budget(tenant, now).put_back(amounts, now)
-            return
-        if shared.share is not None and Limit.CONCURRENCY in amounts:
-            shared.share.put_back({Limit.CONCURRENCY: amounts[Limit.CONCURRENCY]}, self._now())
-        if shared.pool.put_back(amounts):
-            self._wakeup.set()
-
-    def states(self, tenant: Tenant) -> dict[Limit, LimitState]:
-        tenant = self._current(tenant)
-        if self._limiter is not None:
-            now = self._now()
-            return self._limiter.budget(tenant, now).states(now)
-        return self._of(tenant).pool.states()
-
-    def capacity(self, tenant: Tenant, limit: Limit) -> float:
-        rule = self._of(self._current(tenant)).pool.rules.get(limit)
-        return float("inf") if rule is None else rule.capacity
+    def of(self, tenant: Tenant) -> LocalBudget:
+        """Budget of a tenant with these limits."""
+        local = self._locals.get(tenant.name)
+        if local is None:
+            local = self._locals[tenant.name] = LocalBudget(tenant, self, self._now)
+            self._connect(local)
+        elif local.tenant is not tenant:
+            local.update(tenant)
+            self._connect(local)
+        return local
 
     def retain(self, names: Collection[str]) -> None:
-        self._shared = {name: each for name, each in self._shared.items() if name in names}
+        """Forget all other tenants."""
+        self._locals = {name: each for name, each in self._locals.items() if name in names}
         if self._limiter is not None:
             self._limiter.retain(frozenset(names))
 
-    # --- leases
+    # --- LimiterLink
 
-    def _current(self, tenant: Tenant) -> Tenant:
-        """The tenant with its current limits, which may have changed since its request began."""
-        return self._tenants().get(tenant.name, tenant)
+    @property
+    def id(self) -> str:
+        return str(self._own)
 
-    def _of(self, tenant: Tenant) -> _Shared:
-        shared = self._shared.get(tenant.name)
-        if shared is None:
-            shared = self._shared[tenant.name] = _Shared(Pool(tenant))
-        elif shared.pool.tenant is not tenant:
-            shared.pool.update(tenant)
-        return shared
+    @property
+    def num_frontends(self) -> int:
+        return 1 if self._client is None else len(self._client.candidates())
 
-    async def _lease(self, shared: _Shared, amounts: Amounts) -> Refusal | None:
-        pool = shared.pool
-        if pool.take(amounts, self._now()):
-            return None
-        async with shared.lock:
-            now = self._now()
-            if pool.take(amounts, now):
-                return None
-            if self._limiter is not None:  # elected while this request waited
-                return await self._take(pool.tenant, amounts)
-            refusal = pool.denied(amounts, now)
-            if refusal is not None:
-                return refusal
-            reply = None if self._is_lost else await self._call(pool.request(self._id, amounts))
-            now = self._now()
-            if reply is None or not reply.has_tenant:
-                return self._take_share(shared, amounts, now)
-            shared.share = None
-            refusal = pool.apply(amounts, reply, now)
-            if refusal is None:
-                pool.take(amounts, now)
-            return refusal
+    @property
+    def is_lost(self) -> bool:
+        return self._is_lost
 
-    def _take_share(self, shared: _Shared, amounts: Amounts, now: float) -> Refusal | None:
-        """Take amounts from this process's share of the limits, which starts empty: a lost limiter is no burst."""
-        pool = shared.pool
-        part = 1.0 / max(self._num_frontends, 1)
-        if shared.share is None:
-            shared.share = TenantBudget(pool.tenant, now, part, is_empty=True)
-            shared.share.charge({Limit.CONCURRENCY: pool.held}, now)
-        elif shared.share.tenant is not pool.tenant:
-            shared.share.update(pool.tenant, part, now)
-        missing = pool.missing(amounts)
-        refusal = shared.share.take(missing, now)
-        if refusal is None:
-            pool.add(missing)
-            pool.take(amounts, now)
-        return refusal
+    def send_returns(self) -> None:
+        self._wakeup.set()
 
-    async def _call(self, request: LeaseRequest) -> LeaseReply | None:
-        """Send a message to the limiter; None if it is lost."""
+    async def call(self, build: Callable[[], LeaseRequest]) -> LeaseReply | None:
         for _ in range(2):
-            if not self._is_known:
-                if not await self._introduce():
-                    return None
-                request = _without_slots(request)  # `held` was without them already
-            reply = await self._send(request)
+            if not self._is_known and not await self._introduce():
+                return None
+            reply = await self._send(build())
             if reply is None or reply.is_known:
                 return reply
             self._is_known = False
@@ -224,10 +134,9 @@ class SharedBudgets:
         """Report all slots in use to the limiter; whether it knows them now."""
         async with self._introduction:
             if not self._is_known:
-                for shared in self._shared.values():
-                    shared.pool.forget_limiter()
-                held = {name: shared.pool.held for name, shared in self._shared.items() if shared.pool.held}
-                reply = await self._send(LeaseRequest(self._id, held=held, levels=self._old_levels))
+                for local in self._locals.values():
+                    local.pool.forget_limiter()
+                reply = await self._send(LeaseRequest(self.id, held=self._held(), levels=self._old_levels))
                 if reply is not None and reply.is_known:
                     self._find_limiter()
             return self._is_known
@@ -274,8 +183,11 @@ class SharedBudgets:
     def _lead(self) -> None:
         now = self._now()
         self._limiter = Limiter(now, is_successor=True)
-        self._limiter.set_held(self._id, {name: each.pool.held for name, each in self._shared.items()}, now)
+        self._limiter.set_held(self.id, self._held(), now)
         self._leader = None
+        for local in self._locals.values():
+            local.pool = LeasePool(local.tenant)
+            self._connect(local)
         self._end_shares()
         log.info("limiter of the tenants' budgets: this process")
 
@@ -283,6 +195,8 @@ class SharedBudgets:
         if self._limiter is not None:
             self._old_levels = self._limiter.levels(self._now())
             self._limiter = None
+            for local in self._locals.values():
+                self._connect(local)
         self._leader, self._is_known, self._is_lost = leader, False, False
         self._wakeup.set()
         log.info("limiter of the tenants' budgets: process=%s", leader.process)
@@ -303,11 +217,20 @@ class SharedBudgets:
         self._num_failures = 0
 
     def _end_shares(self) -> None:
-        for shared in self._shared.values():
-            shared.share = None
+        for local in self._locals.values():
+            local.end_share()
+
+    def _connect(self, local: LocalBudget) -> None:
+        """Let a budget spend the limiter's buckets, if they are in this process."""
+        limiter = self._limiter
+        local.budget = None if limiter is None else limiter.budget(local.tenant, self._now())
+
+    def _held(self) -> dict[str, float]:
+        return {name: local.held for name, local in self._locals.items() if local.held}
 
     async def _renew(self) -> None:
         """Return unspent amounts, at once for slots, and show the limiter that this process lives."""
+        released_at = self._now()
         while True:
             try:
                 async with asyncio.timeout(_RENEW_S):
@@ -317,21 +240,15 @@ class SharedBudgets:
             self._wakeup.clear()
             if self._limiter is not None:
                 continue
-            now = self._now()
-            for shared in self._shared.values():
-                shared.pool.release_idle(now)
-            returned = {
-                name: amounts for name, each in self._shared.items() if (amounts := each.pool.unsent())
-            }
-            await self._call(LeaseRequest(self._id, returned=returned))
+            if self._now() - released_at >= KEEP_S:
+                released_at = self._now()
+                for local in self._locals.values():
+                    local.pool.release_unused()
+            await self.call(self._returns)
 
-    @property
-    def _id(self) -> str:
-        return str(self._own)
-
-    @property
-    def _num_frontends(self) -> int:
-        return 1 if self._client is None else len(self._client.candidates())
+    def _returns(self) -> LeaseRequest:
+        returned = {name: amounts for name, each in self._locals.items() if (amounts := each.pool.unsent())}
+        return LeaseRequest(self.id, returned=returned)
 
 
 def _since(instance: Instance) -> float:
@@ -340,11 +257,3 @@ def _since(instance: Instance) -> float:
         return _decode_since(instance.info)
     except MALFORMED:
         return float("inf")
-
-
-def _without_slots(request: LeaseRequest) -> LeaseRequest:
-    returned = {
-        name: {limit: amount for limit, amount in amounts.items() if limit is not Limit.CONCURRENCY}
-        for name, amounts in request.returned.items()
-    }
-    return msgspec.structs.replace(request, returned=returned)

@@ -29,6 +29,9 @@ class TenantUsage(msgspec.Struct):
     refused: dict[str, int] = {}
     """By reason."""
 
+    def count_refusal(self, reason: str) -> None:
+        self.refused[reason] = self.refused.get(reason, 0) + 1
+
     def add(self, other: TenantUsage) -> None:
         self.requests += other.requests
         self.active += other.active
@@ -51,10 +54,6 @@ class UsageMeter:
                 return self._tenants.setdefault(_OTHER, TenantUsage())
             usage = self._tenants[tenant] = TenantUsage()
         return usage
-
-    def count_refusal(self, tenant: str, reason: str) -> None:
-        refused = self.of(tenant).refused
-        refused[reason] = refused.get(reason, 0) + 1
 
     def describe(self) -> dict[str, TenantUsage]:
         return self._tenants

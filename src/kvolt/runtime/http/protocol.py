@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
-from typing import Protocol
+from typing import Any, Protocol
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -86,7 +86,7 @@ class HttpRequest:
         self.version = version
         self.id = ""
         """Request id for `x-request-id` of the response: sent by the client, or generated."""
-        self.caller: object | None = None
+        self.caller: Any = None
         """Authenticated sender, set by a guard in front of the handler."""
         self.keep_alive = True
         self.params: Mapping[str, str] = _NO_HEADERS

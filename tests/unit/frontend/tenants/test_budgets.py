@@ -9,9 +9,9 @@ from tests.unit.engines.lab import MODEL, Frontend, RunningWorker
 from tests.unit.frontend.tenants.test_access import Keys, bearer, checked, error
 
 from kvolt.core.errors import Overloaded
-from kvolt.frontend.tenants.budgets import TenantRequest, _duration, ratelimit_headers
-from kvolt.frontend.tenants.limits import Amounts, Limit, LimitState
-from kvolt.frontend.tenants.records import ApiKey, Caller, Tenant
+from kvolt.frontend.tenants.budgets import Account, TenantRequest, _duration, ratelimit_headers
+from kvolt.frontend.tenants.limits import Amounts, Rules
+from kvolt.frontend.tenants.records import Tenant
 from kvolt.frontend.tenants.usage import UsageMeter
 
 LIMITED = (429, "rate_limit_error", "rate_limit_exceeded")
@@ -169,8 +169,9 @@ def test_changed_limits_apply_without_a_restart() -> None:
 
 
 def test_the_tighter_token_limit_is_in_the_headers() -> None:
-    states = {Limit.INPUT_TOKENS: LimitState(100, 90, 1), Limit.OUTPUT_TOKENS: LimitState(1000, 100.7, 54)}
-    assert ratelimit_headers(states) == {
+    tenant = Tenant(name="a", input_tokens_per_minute=100, output_tokens_per_minute=1000)
+    levels = Amounts(input_tokens=90, output_tokens=100.7)
+    assert ratelimit_headers(Rules.of(tenant), levels) == {
         "x-ratelimit-limit-tokens": "1000",
         "x-ratelimit-remaining-tokens": "100",
         "x-ratelimit-reset-tokens": "54s",
@@ -194,69 +195,66 @@ def test_rate_limits_are_retryable() -> None:
     assert openai_error(limited).headers["retry-after"] == "5"
 
 
-class RecordedBudgets:
-    """Budgets that admit everything and record the rest."""
+class RecordedBudget:
+    """Admits everything and records the rest."""
 
-    def __init__(self) -> None:
+    def __init__(self, tenant: Tenant) -> None:
+        self.rules = Rules.of(tenant)
         self.changes: list[tuple[str, Amounts]] = []
 
-    async def take(self, tenant: Tenant, amounts: Amounts) -> None:
+    def take(self, amounts: Amounts) -> bool:
         self.changes.append(("take", amounts))
+        return True
 
-    def charge(self, tenant: Tenant, amounts: Amounts) -> None:
+    async def lease(self, amounts: Amounts) -> None:
+        raise AssertionError("all is here")
+
+    def charge(self, amounts: Amounts) -> None:
         self.changes.append(("charge", amounts))
 
-    def put_back(self, tenant: Tenant, amounts: Amounts) -> None:
+    def put_back(self, amounts: Amounts) -> None:
         self.changes.append(("put_back", amounts))
 
-    def states(self, tenant: Tenant) -> dict[Limit, LimitState]:
-        return {}
-
-    def capacity(self, tenant: Tenant, limit: Limit) -> float:
-        return 100.0
-
-    def retain(self, names: object) -> None: ...
+    def levels(self) -> Amounts:
+        return self.rules.capacities
 
 
 @pytest.mark.parametrize(
     ("num_output", "is_server_error", "settled", "tokens"),
     [
-        (30, False, [("put_back", {Limit.CONCURRENCY: 1, Limit.OUTPUT_TOKENS: 10})], (7, 30)),
-        (30, True, [("put_back", {Limit.CONCURRENCY: 1, Limit.OUTPUT_TOKENS: 10})], (7, 30)),
+        (30, False, [("put_back", Amounts(concurrency=1, output_tokens=10))], (7, 30)),
+        (30, True, [("put_back", Amounts(concurrency=1, output_tokens=10))], (7, 30)),
         (
             0,
             True,
-            [("put_back", {Limit.CONCURRENCY: 1, Limit.INPUT_TOKENS: 7, Limit.OUTPUT_TOKENS: 40})],
+            [("put_back", Amounts(concurrency=1, input_tokens=7, output_tokens=40))],
             (0, 0),
         ),
-        (45, False, [("charge", {Limit.OUTPUT_TOKENS: 5}), ("put_back", {Limit.CONCURRENCY: 1})], (7, 45)),
+        (45, False, [("charge", Amounts(output_tokens=5)), ("put_back", Amounts(concurrency=1))], (7, 45)),
     ],
 )
 async def test_the_end_settles_what_was_reserved(
     num_output: int, is_server_error: bool, settled: list[tuple[str, Amounts]], tokens: tuple[int, int]
 ) -> None:
-    key = ApiKey(id="k", tenant="acme", sha256="0" * 64, created=1)
     limits = {"input_tokens_per_minute": 100, "output_tokens_per_minute": 100, "concurrency": 5}
-    caller = Caller(key, Tenant(name="acme", **limits))
-    budgets, usage = RecordedBudgets(), UsageMeter()
-    request = TenantRequest(caller, budgets, usage)
+    tenant = Tenant(name="acme", **limits)
+    budget, usage = RecordedBudget(tenant), UsageMeter()
+    request = TenantRequest(Account(tenant, budget, usage.of("acme")))
     await request.begin()
     await request.reserve_tokens(7, 40, is_default=False)
-    del budgets.changes[:]
+    budget.changes.clear()
     request.end(num_output, is_server_error)
-    assert budgets.changes == settled
+    assert budget.changes == settled
     counted = usage.of("acme")
     assert (counted.requests, counted.active) == (1, 0)
     assert (counted.input_tokens, counted.output_tokens) == tokens
 
 
-async def test_a_tenant_without_limits_uses_no_budget() -> None:
-    key = ApiKey(id="k", tenant="acme", sha256="0" * 64, created=1)
-    budgets, usage = RecordedBudgets(), UsageMeter()
-    request = TenantRequest(Caller(key, Tenant(name="acme", models=("m",))), budgets, usage)
+async def test_usage_is_counted_without_limits() -> None:
+    usage = UsageMeter()
+    request = TenantRequest(Account(Tenant(name="acme", models=("m",)), None, usage.of("acme")))
     await request.begin()
     await request.reserve_tokens(7, 40, is_default=True)
     request.end(30, is_server_error=False)
-    assert budgets.changes == []
     assert request.headers() == {}
     assert (usage.of("acme").input_tokens, usage.of("acme").output_tokens) == (7, 30)

@@ -10,14 +10,15 @@ from collections.abc import Awaitable, Callable
 import pytest
 from tests.unit.engines.lab import NAMESPACE, Lab, until
 
-from kvolt.frontend.tenants.leases import HOLDER_TIMEOUT_S, LEASE_S
+from kvolt.frontend.tenants.lease_pool import LEASE_S
+from kvolt.frontend.tenants.leases import HOLDER_TIMEOUT_S
 from kvolt.frontend.tenants.limits import Amounts, Limit, Refusal
 from kvolt.frontend.tenants.records import Tenant
 from kvolt.frontend.tenants.shared_budgets import SharedBudgets
 from kvolt.testing import run_virtual
 
-BEGIN: Amounts = {Limit.REQUESTS: 1, Limit.CONCURRENCY: 1}
-SLOT: Amounts = {Limit.CONCURRENCY: 1}
+BEGIN = Amounts(requests=1, concurrency=1)
+SLOT = Amounts(concurrency=1)
 
 
 class Group:
@@ -40,10 +41,11 @@ class Group:
         await asyncio.sleep(1.5)
 
     async def take(self, number: int, name: str, amounts: Amounts) -> Refusal | None:
-        return await self.members[number].take(self.tenants[name], amounts)
+        budget = self.members[number].of(self.tenants[name])
+        return None if budget.take(amounts) else await budget.lease(amounts)
 
     def put_back(self, number: int, name: str, amounts: Amounts) -> None:
-        self.members[number].put_back(self.tenants[name], amounts)
+        self.members[number].of(self.tenants[name]).put_back(amounts)
 
 
 def grouped(count: int, body: Callable[[Lab, Group], Awaitable[None]], *tenants: Tenant) -> None:
@@ -192,7 +194,7 @@ def test_without_a_limiter_each_has_its_share() -> None:
         start = asyncio.get_running_loop().time()
         admitted = 0
         while asyncio.get_running_loop().time() < start + 2.5:
-            admitted += await group.take(1, "a", {Limit.REQUESTS: 1}) is None
+            admitted += await group.take(1, "a", Amounts(requests=1)) is None
             await asyncio.sleep(0.01)
         assert not group.members[1].is_limiter
         assert admitted <= LEASE_S * 40 + 20 * 2.5 + 1
@@ -206,15 +208,15 @@ def test_without_a_limiter_each_has_its_share() -> None:
 
 def test_unspent_tokens_return_to_the_other_frontends() -> None:
     async def body(lab: Lab, group: Group) -> None:
-        tokens: Amounts = {Limit.OUTPUT_TOKENS: 600}
+        tokens = Amounts(output_tokens=600)
         assert await group.take(1, "a", tokens) is None
         assert await group.take(2, "a", tokens) is not None
-        group.put_back(1, "a", {Limit.OUTPUT_TOKENS: 590})
+        group.put_back(1, "a", Amounts(output_tokens=590))
         await asyncio.sleep(1.1)
-        assert await group.take(2, "a", {Limit.OUTPUT_TOKENS: 580}) is None
-        group.members[2].charge(group.tenants["a"], {Limit.OUTPUT_TOKENS: 300})
+        assert await group.take(2, "a", Amounts(output_tokens=580)) is None
+        group.members[2].of(group.tenants["a"]).charge(Amounts(output_tokens=300))
         await asyncio.sleep(1.5)
-        refusal = await group.take(1, "a", {Limit.OUTPUT_TOKENS: 10})
+        refusal = await group.take(1, "a", Amounts(output_tokens=10))
         assert refusal is not None
         assert 20 < refusal.retry_after_s < 32  # the debt is paid first
 
@@ -253,6 +255,6 @@ def test_changed_limits_apply_everywhere() -> None:
             group.put_back(number, "a", SLOT)
         for member in group.members:
             member.retain(set())
-            assert member._shared == {}
+            assert member._locals == {}
 
     grouped(3, body, Tenant(name="a", concurrency=1))
