@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import permutations
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -128,14 +129,15 @@ TestQueues = Queues.TestCase
 @given(
     sizes=st.lists(st.lists(st.integers(1, 300), min_size=30, max_size=30), min_size=2, max_size=4),
     quantum=st.integers(1, 200),
+    shares=st.lists(st.sampled_from([0.1, 0.5, 1.0, 2.0, 7.0]), min_size=4, max_size=4),
 )
-def test_tenants_that_wait_all_the_time_get_the_same_within_a_quantum(
-    sizes: list[list[int]], quantum: int
+def test_tenants_that_wait_all_the_time_get_their_shares_within_a_turn(
+    sizes: list[list[int]], quantum: int, shares: list[float]
 ) -> None:
     queue = WaitingQueue(QueueLimits(quantum_tokens=quantum))
     for tenant, tokens in enumerate(sizes):
         for each in tokens:
-            queue.push(QueueEntry(each, 0.0, str(tenant)))
+            queue.push(QueueEntry(each, 0.0, str(tenant), share=shares[tenant]))
     left = Counter({str(tenant): len(tokens) for tenant, tokens in enumerate(sizes)})
     served: Counter[str] = Counter({str(tenant): 0 for tenant in range(len(sizes))})
     largest = max(map(max, sizes))
@@ -146,8 +148,11 @@ def test_tenants_that_wait_all_the_time_get_the_same_within_a_quantum(
         queue.admit(entry)
         served[entry.tenant] += entry.tokens
         left[entry.tenant] -= 1
-        # A request cannot be divided: beside the quantum it is the largest that makes the difference.
-        assert max(served.values()) - min(served.values()) <= 2 * quantum + largest
+        # A request cannot be divided: beside a turn it is the largest that makes the difference.
+        rounds = {tenant: tokens / shares[int(tenant)] for tenant, tokens in served.items()}
+        slack = {tenant: largest / shares[int(tenant)] for tenant in rounds}
+        for tenant, other in permutations(rounds, 2):
+            assert rounds[tenant] - rounds[other] <= 2 * quantum + slack[tenant] + 1e-6
 
 
 @given(

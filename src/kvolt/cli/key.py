@@ -91,6 +91,13 @@ def _add_limits(create: argparse.ArgumentParser) -> None:
     )
     option(
         group,
+        "--share",
+        "N",
+        "Share of the router's queue while requests wait, relative to other tenants; 0.1 to 100. Default: 1.",
+        float,
+    )
+    option(
+        group,
         "--cache-salt",
         "TEXT",
         "KV namespace; tenants with the same one share prefixes. Default: the name.",
@@ -144,7 +151,9 @@ def _list(args: argparse.Namespace, store: KeyStore, records: KeyRecords) -> Non
             "" if key.expires is None else _date(key.expires) + (" (expired)" if key.expires <= now else "")
         )
         keys.add_row(key.id, key.tenant, ",".join(key.scopes), _date(key.created), expires)
-    tenants = Table("tenant", "requests/s", "input/min", "output/min", "concurrency", "models", box=None)
+    tenants = Table(
+        "tenant", "requests/s", "input/min", "output/min", "concurrency", "share", "models", box=None
+    )
     for tenant in records.tenants:
         limits = (
             tenant.requests_per_second,
@@ -153,7 +162,7 @@ def _list(args: argparse.Namespace, store: KeyStore, records: KeyRecords) -> Non
             tenant.concurrency,
         )
         shown = ("" if limit is None else f"{limit:.12g}" for limit in limits)
-        tenants.add_row(tenant.name, *shown, ",".join(tenant.models))
+        tenants.add_row(tenant.name, *shown, f"{tenant.share:g}", ",".join(tenant.models))
     console().print(keys, "", tenants, markup=False)
 
 

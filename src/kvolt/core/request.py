@@ -80,10 +80,16 @@ class LinkCosts(msgspec.Struct, frozen=True, kw_only=True):
     by_peer: dict[InstanceId, Annotated[float, msgspec.Meta(ge=0)]] = {}
 
 
+MIN_SHARE, MAX_SHARE = 0.1, 100.0
+"""Bounds of a tenant's share of the router's queue."""
+
+
 class RoutingHints(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Routing preferences and constraints of a request."""
 
     tenant: str | None = None
+    tenant_share: Annotated[float, msgspec.Meta(ge=MIN_SHARE, le=MAX_SHARE)] = 1.0
+    """Share of the router's queue, relative to other tenants."""
     session: str | None = None
     priority: int = 0
     pins: dict[Role, InstanceId] = {}

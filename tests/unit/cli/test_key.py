@@ -100,6 +100,8 @@ def test_revoke_and_rotate(capsys: pytest.CaptureFixture[str]) -> None:
         (["create", "--tenant", "a", "--requests-per-second", "nan"], "requests_per_second"),
         (["create", "--tenant", "a", "--expires", "soon"], "30d"),
         (["create", "--tenant", "a", "--cache-salt", "a b"], "cache_salt"),
+        (["create", "--tenant", "a", "--share", "0"], "share"),
+        (["create", "--tenant", "a", "--share", "nan"], "share"),
         (["list"], "kvolt key create"),
     ],
 )

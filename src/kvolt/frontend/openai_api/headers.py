@@ -100,13 +100,16 @@ class RequestHints(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TenantScope(Protocol):
-    """Tenant of a request, and the salt of its KV namespace."""
+    """Tenant of a request, the salt of its KV namespace, and its share of the queue."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def salt(self) -> str: ...
+
+    @property
+    def share(self) -> float: ...
 
 
 NO_HINTS = RequestHints()
@@ -125,9 +128,9 @@ def _names() -> Iterable[str]:
 
 
 @lru_cache(maxsize=1024)
-def _tenant_hints(name: str, salt: str) -> RequestHints:
+def _tenant_hints(name: str, salt: str, share: float) -> RequestHints:
     """Hints of most requests of a tenant."""
-    return RequestHints(routing=RoutingHints(tenant=name), salt=_salt(salt, None))
+    return RequestHints(routing=RoutingHints(tenant=name, tenant_share=share), salt=_salt(salt, None))
 
 
 NAMES = frozenset(_names())
@@ -144,11 +147,12 @@ def parse_hints(
     """Combine headers and body; `body_salt` and `priority` are root-level fields. An authenticated `tenant` replaces
     the header. Raises InvalidRequest for a bad header."""
     if nvext is None and priority is None and not body_salt and NAMES.isdisjoint(headers):
-        return NO_HINTS if tenant is None else _tenant_hints(tenant.name, tenant.salt)
+        return NO_HINTS if tenant is None else _tenant_hints(tenant.name, tenant.salt, tenant.share)
+    share = 1.0
     if tenant is None:
         name = salt = _name(headers, TENANT)
     else:
-        name, salt = tenant.name, tenant.salt
+        name, salt, share = tenant.name, tenant.salt, tenant.share
     if nvext is None:
         nvext = _NO_NVEXT
     else:
@@ -158,7 +162,7 @@ def parse_hints(
     return RequestHints(
         request_id=request_id if request_id and _REQUEST_ID.fullmatch(request_id) else None,
         traceparent=headers.get("traceparent"),
-        routing=_routing(headers, nvext, name, priority),
+        routing=_routing(headers, nvext, name, share, priority),
         salt=_salt(salt, _body_salt(nvext.cache_salt, body_salt)),
         annotations=nvext.annotations or (),
         extra_fields=nvext.extra_fields or (),
@@ -192,7 +196,7 @@ _NO_OVERRIDE = RouterOverrides()
 
 
 def _routing(
-    headers: Mapping[str, str], nvext: NvExt, tenant: str | None, body_priority: int | None
+    headers: Mapping[str, str], nvext: NvExt, tenant: str | None, share: float, body_priority: int | None
 ) -> RoutingHints:
     agent = nvext.agent_hints
     constraints = nvext.routing_constraints or _NO_CONSTRAINTS
@@ -200,6 +204,7 @@ def _routing(
     required = _list_of(headers, REQUIRED_TAINTS)
     hints = RoutingHints(
         tenant=tenant,
+        tenant_share=share,
         session=_session(headers),
         priority=_priority(headers, nvext, body_priority),
         pins=_pins(headers, nvext),

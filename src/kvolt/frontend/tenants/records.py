@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from kvolt.core.errors import ConfigError
+from kvolt.core.request import MAX_SHARE, MIN_SHARE
 
 KEY_PREFIX = "kvolt-sk-"
 """Lets secret scanners recognize a key."""
@@ -69,6 +70,8 @@ class Tenant(
     models: tuple[ModelName, ...] = ()
     """Names of models, aliases and adapters."""
     max_priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    share: Annotated[float, Meta(ge=MIN_SHARE, le=MAX_SHARE)] = 1.0
+    """Share of the router's queue, relative to other tenants."""
     cache_salt: Salt | None = None
     """KV namespace. None: the name, so that tenants share no cached prefixes."""
 

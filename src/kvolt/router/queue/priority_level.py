@@ -1,7 +1,9 @@
 """Waiting requests of one priority, shared fairly between tenants. Pure.
 
-Deficit round robin by tokens: each turn of a tenant is worth a quantum, an overdraft is paid back in later turns, and
-the debt is remembered while other tenants wait. Within a tenant the lowest `sort_key` goes first, then the oldest.
+Deficit round robin by tokens: each turn of a tenant is worth a quantum times its share, an overdraft is paid back in
+later turns, and the debt is remembered while other tenants wait. So tenants that wait all the time are served in the
+ratio of their shares, up to one turn and one request, and no tenant waits longer than one turn of each other.
+Within a tenant the lowest `sort_key` goes first, then the oldest.
 """
 
 from __future__ import annotations
@@ -43,6 +45,8 @@ class QueueEntry:
     priority: int = 0
     constraints: Hashable = None
     deadline: float = math.inf
+    share: float = 1.0
+    """Of the entry's tenant; that of the tenant's newest entry applies."""
     is_queued: bool = field(default=False, init=False)
     """Set by the queue, like the fields below."""
     sequence: int = field(default=0, init=False)
@@ -84,11 +88,14 @@ class LazyHeap:
 class _Tenant:
     """Waiting requests of one tenant at one priority."""
 
-    __slots__ = ("credit", "heaps", "name", "tokens", "waiting")
+    __slots__ = ("credit", "heaps", "name", "quantum", "share", "tokens", "waiting")
 
-    def __init__(self, name: str | None, credit: float) -> None:
+    def __init__(self, name: str | None) -> None:
         self.name = name
-        self.credit = credit
+        self.share = 1.0
+        self.quantum = 0.0
+        """Tokens of a turn."""
+        self.credit = 0.0
         """Tokens left in this turn; negative after an overdraft."""
         self.waiting: OrderedDict[int, QueueEntry] = OrderedDict()
         """By sequence number, newest last."""
@@ -136,7 +143,9 @@ class PriorityLevel:
     def add(self, entry: QueueEntry) -> None:
         tenant = self._turns.get(entry.tenant)
         if tenant is None:
-            tenant = self._turns[entry.tenant] = _Tenant(entry.tenant, self._limits.quantum_tokens)
+            tenant = self._turns[entry.tenant] = _Tenant(entry.tenant)
+            tenant.credit = self._limits.quantum_tokens * entry.share
+        tenant.share, tenant.quantum = entry.share, self._limits.quantum_tokens * entry.share
         self._debtors.pop(entry.tenant, None)
         tenant.add(entry)
         self._by_arrival.setdefault(entry.constraints, LazyHeap()).push(entry.arrived_at, entry)
@@ -178,14 +187,16 @@ class PriorityLevel:
             return None
         turns = self._turns
         skipped: dict[str | None, None] = {}
+        num_ended = 0
         while True:
             name, tenant = next(iter(turns.items()))
             if tenant.credit <= 0:  # turn over: the next one starts behind all others
-                tenant.credit += self._limits.quantum_tokens
-                turns.move_to_end(name)
-                if not tenant.waiting and tenant.credit > 0:
-                    del turns[name]
-                    self._debtors.pop(name)
+                self._add_turns(tenant, 1)
+                if name in turns:
+                    turns.move_to_end(name)
+                num_ended += 1
+                if num_ended % len(turns) == 0:
+                    self._skip_rounds(skipped)
                 continue
             entry = tenant.first_entry(blocked)
             if entry is not None:
@@ -196,6 +207,21 @@ class PriorityLevel:
             turns.move_to_end(name, last=False)
         return entry
 
+    def _skip_rounds(self, blocked: Collection[str | None]) -> None:
+        """Add the turns of all rounds in which every waiting tenant is in debt or blocked: there may be many after a
+        large request."""
+        indebted = [tenant for tenant in self._turns.values() if tenant.credit <= 0]
+        waiting = [tenant for name, tenant in self._turns.items() if tenant.waiting and name not in blocked]
+        rounds = min((int(max(-each.credit, 0.0) / each.quantum) for each in waiting), default=0)
+        for tenant in indebted:
+            self._add_turns(tenant, rounds)
+
+    def _add_turns(self, tenant: _Tenant, count: int) -> None:
+        tenant.credit += count * tenant.quantum
+        if not tenant.waiting and tenant.credit > 0:
+            del self._turns[tenant.name]
+            self._debtors.pop(tenant.name)
+
     def oldest_arrival(self, blocked: Collection[Hashable]) -> float:
         """Arrival time of the oldest entry whose constraints are not blocked; infinity without one."""
         return min(
@@ -204,17 +230,19 @@ class PriorityLevel:
         )
 
     def heaviest_tenant(self, incoming: QueueEntry | None) -> _Tenant | None:
-        """Tenant with the most waiting tokens; None if that is the tenant of `incoming`."""
-        own_tenant = max_tokens = None
+        """Tenant with the most waiting tokens for its share; None if that is the tenant of `incoming`."""
+        own_tenant = None
+        max_tokens: float | None = None
         if incoming is not None:
             own_tenant = self._turns.get(incoming.tenant)
-            max_tokens = incoming.tokens + (own_tenant.tokens if own_tenant is not None else 0)
+            own_tokens = own_tenant.tokens if own_tenant is not None else 0
+            max_tokens = (incoming.tokens + own_tokens) / incoming.share
         heaviest: _Tenant | None = None
         for tenant in self._turns.values():
             if (
                 tenant is not own_tenant
                 and tenant.waiting
-                and (max_tokens is None or tenant.tokens > max_tokens)
+                and (max_tokens is None or tenant.tokens / tenant.share > max_tokens)
             ):
-                heaviest, max_tokens = tenant, tenant.tokens
+                heaviest, max_tokens = tenant, tenant.tokens / tenant.share
         return heaviest

@@ -34,6 +34,7 @@ class QueuedRequest(QueueEntry):
             routing.priority,
             constraints_of(request, excluded),
             now + patience_s,
+            routing.tenant_share,
         )
         self.request = request
         self.excluded = excluded

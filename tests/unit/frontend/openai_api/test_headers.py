@@ -20,6 +20,7 @@ from kvolt.frontend.openai_api.headers import (
     parse_hints,
 )
 from kvolt.frontend.openai_api.nvext import AgentHints, NvExt, RouterOverrides, RoutingConstraints
+from kvolt.frontend.tenants.records import Tenant
 from kvolt.router.policy.policy import WEIGHTS
 
 ORDINARY = {
@@ -378,3 +379,10 @@ def test_a_web_page_must_declare_json() -> None:
     with pytest.raises(UnsupportedMediaType, match="application/json"):
         check_json_type(page)
     check_json_type({**page, "content-type": "application/json"})
+
+
+@pytest.mark.parametrize("headers", [{}, {"x-kvolt-session-id": "s"}], ids=["plain", "with hints"])
+def test_an_authenticated_tenant_has_its_share_and_namespace(headers: dict[str, str]) -> None:
+    tenant = Tenant(name="acme", share=3.0, cache_salt="common")
+    hints = parse_hints(headers, None, None, None, tenant)
+    assert (hints.routing.tenant, hints.routing.tenant_share, hints.salt) == ("acme", 3.0, "common\n")

@@ -43,6 +43,39 @@ def test_tenants_take_turns_by_tokens_and_not_by_requests() -> None:
     assert order == (["small"] * 10 + ["large"]) * 4
 
 
+def test_shares_are_of_tokens() -> None:
+    queue = WaitingQueue(QueueLimits(quantum_tokens=1000))
+    for _ in range(40):
+        queue.push(QueueEntry(500, 0.0, "double", share=2.0))
+        queue.push(QueueEntry(500, 0.0, "single"))
+    order = [entry.tenant for entry in drained(queue)]
+    assert order[:60] == (["double"] * 4 + ["single"] * 2) * 10
+
+
+def test_a_large_share_does_not_starve_a_small_one() -> None:
+    queue = WaitingQueue(QueueLimits(quantum_tokens=100))
+    for _ in range(1000):
+        queue.push(QueueEntry(500, 0.0, "heavy", share=100.0))
+    for _ in range(3):
+        queue.push(QueueEntry(300, 0.0, "light", share=0.1))
+    order = [entry.tenant for entry in drained(queue)]
+    # First after one turn of 10,000 tokens; then its debt of 290 is paid back by 10 for each such turn.
+    assert [number for number, tenant in enumerate(order) if tenant == "light"] == [
+        20,
+        20 + 30 * 20 + 1,
+        1002,
+    ]
+
+
+def test_a_share_counts_where_the_queue_is_full() -> None:
+    queue = WaitingQueue(QueueLimits(max_requests=4))
+    heavy = [QueueEntry(100, 0.0, "heavy", share=4.0) for _ in range(3)]
+    light = QueueEntry(100, 0.0, "light")
+    for entry in (*heavy, light):
+        assert queue.push(entry) == []
+    assert queue.push(QueueEntry(10, 1.0, "heavy", share=4.0)) == [light]
+
+
 def test_an_overdraft_is_paid_back() -> None:
     queue = WaitingQueue(QueueLimits(quantum_tokens=1000))
     for entry in [QueueEntry(5000, 0.0, "large") for _ in range(2)] + [
