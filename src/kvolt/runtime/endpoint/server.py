@@ -23,6 +23,7 @@ from kvolt.runtime.logs import bind_context
 from kvolt.runtime.plane.port import IncomingStream
 from kvolt.runtime.plane.streams import Decode
 from kvolt.runtime.security.access import check_call
+from kvolt.runtime.security.identity import Identity
 from kvolt.runtime.tasks import TaskGroup
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class EndpointServer:
         self._handlers: dict[str, tuple[InstanceId, StreamHandler]] = {}
         self._refusals: dict[str, str] = {}
         self._active: dict[str, int] = {}
+        self._num_denied = 0
         self._idle: asyncio.Event | None = None
         self._task_group = TaskGroup("handlers")
 
@@ -82,6 +84,13 @@ class EndpointServer:
     def on_open(self, stream: IncomingStream) -> None:
         """Dispatch a stream that a peer opened."""
         endpoint, _, instance_id = stream.target.partition("#")
+        if stream.peer_identity is not None:  # first: other answers would tell what is served here
+            try:
+                check_call(stream.peer_identity, endpoint)
+            except AccessDenied as error:
+                self._log_denial(stream.peer_identity, endpoint)
+                stream.end(error)
+                return
         entry = self._handlers.get(endpoint)
         if entry is None:
             stream.end(NotFound(f"{endpoint} is not served here", kind="endpoint", name=endpoint))
@@ -97,13 +106,6 @@ class EndpointServer:
         if reason is not None:
             stream.end(Unavailable(f"{endpoint} is {reason} here", endpoint=endpoint, reason=reason))
             return
-        if stream.peer_identity is not None:
-            try:
-                check_call(stream.peer_identity, endpoint)
-            except AccessDenied as error:
-                log.warning("call refused: peer=%s endpoint=%s", stream.peer_identity.uri, endpoint)
-                stream.end(error)
-                return
         self._track(endpoint, stream)
         try:
             handler(stream)
@@ -123,6 +125,13 @@ class EndpointServer:
     async def close(self) -> None:
         """Cancel all running handlers and wait for them."""
         await self._task_group.close()
+
+    def _log_denial(self, peer: Identity, endpoint: str) -> None:
+        self._num_denied += 1
+        if self._num_denied & (self._num_denied - 1) == 0:  # the 1st, 2nd, 4th ...: it may be an attack
+            log.warning(
+                "call refused: peer=%s endpoint=%s refused=%d", peer.uri, endpoint[:200], self._num_denied
+            )
 
     def _track(self, endpoint: str, stream: IncomingStream) -> None:
         self._active[endpoint] = self._active.get(endpoint, 0) + 1

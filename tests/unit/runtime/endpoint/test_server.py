@@ -14,6 +14,7 @@ from kvolt.core.ids import InstanceId
 from kvolt.runtime.endpoint.server import EndpointServer, msgpack_decoder
 from kvolt.runtime.plane.served_stream import ServedStream
 from kvolt.runtime.plane.wire import Open
+from kvolt.runtime.security.identity import Identity, ProcessRole
 
 decode = msgpack_decoder(Any)
 
@@ -46,10 +47,12 @@ def opened(
     body: Any = None,
     window: int = 100,
     deadline_s: float | None = None,
+    peer: Identity | None = None,
 ) -> tuple[ServedStream, FakeSession]:
     session = FakeSession()
     opening = Open(target, window, deadline_s, {"request_id": "r"}, False, msgspec.Raw(b"\xc0"))
     stream = ServedStream(session, 1, opening, msgspec.msgpack.encode(body))
+    stream.peer_identity = peer
     server.on_open(stream)
     return stream, session
 
@@ -302,4 +305,17 @@ async def test_drain_waits_for_one_endpoint_or_all() -> None:
     async with asyncio.timeout(10):
         await server.drain()
         await server.drain("unknown")
+    await server.close()
+
+
+async def test_a_peer_that_may_not_call_learns_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    server, worker = serving(count), Identity(ProcessRole.WORKER, "w")
+    server.register("ns.cordoned.e", InstanceId("8"), server.wrap_generator(count, decode))
+    server.set_refusal("ns.cordoned.e", "cordoned")
+    for target in ("ns.c.e", "ns.c.e#other", "ns.cordoned.e", "ns.none.e"):
+        stream, _ = opened(server, target, peer=worker)
+        assert code(stream) == "access_denied"
+    for _ in range(100):
+        opened(server, peer=worker)
+    assert caplog.text.count("call refused") == 7  # the 1st, 2nd, 4th ...
     await server.close()
