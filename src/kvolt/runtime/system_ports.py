@@ -242,7 +242,13 @@ def _internal_network(
         return key
 
     listen, enrollment = settings.discovery.join_listen, None
-    if listen is not None and credentials.authority is not None and role in SERVER_ROLES:
+    if listen is not None and role not in SERVER_ROLES:
+        raise ConfigError(
+            f"a {role} cannot be the join server of a cluster with a key: other processes would refuse it",
+            key="discovery.join_listen",
+            remedy=f"start the join server in a frontend or router, and this {role} with --join HOST:PORT",
+        )
+    if listen is not None and credentials.authority is not None:
         enrollment = listen, EnrollmentServer(authority, clock, metrics.count_handshake)
     return SecureNetwork(credentials, metrics.count_handshake, enrollment)
 

@@ -13,10 +13,11 @@ from prometheus_client import CollectorRegistry
 from kvolt.cli.process import running
 from kvolt.core.endpoints import EndpointAddress, InstanceState
 from kvolt.core.errors import ConfigError
-from kvolt.runtime.clock import ThreadBlocking
+from kvolt.runtime.clock import SystemClock, ThreadBlocking
 from kvolt.runtime.config.loader import Override, load
 from kvolt.runtime.config.settings import Settings
 from kvolt.runtime.metrics import Metrics
+from kvolt.runtime.security.authority import ClusterAuthority
 from kvolt.runtime.security.identity import Identity, ProcessRole
 from kvolt.runtime.supervisor.plan import READY_FILE_VARIABLE, SUPERVISOR_PID_VARIABLE
 from kvolt.runtime.system_ports import check_directory, make_ports, plane_host
@@ -49,6 +50,19 @@ def test_everywhere_is_no_address_to_tell(listen: str) -> None:
     with pytest.raises(ConfigError, match="the address of this machine is not set") as caught:
         plane_host(settings(f"discovery.join_listen={listen}"))
     assert "runtime.advertise" in caught.value.fields["remedy"]
+
+
+@pytest.mark.parametrize("role", [ProcessRole.WORKER, ProcessRole.POOL], ids=str)
+def test_a_process_that_others_would_refuse_is_no_join_server(tmp_path: Path, role: ProcessRole) -> None:
+    (tmp_path / "cluster.key").touch(mode=0o600)
+    (tmp_path / "cluster.key").write_bytes(ClusterAuthority.create(SystemClock().wall()).to_pem())
+    given = settings(f"cluster.key={tmp_path / 'cluster.key'}", "discovery.join_listen=127.0.0.1:0")
+    blocking = ThreadBlocking()
+    with pytest.raises(ConfigError, match=f"a {role} cannot be the join server") as caught:
+        make_ports(given, Metrics(CollectorRegistry()), blocking, Identity(role, "a"))
+    assert "frontend or router" in caught.value.fields["remedy"]
+    make_ports(given, Metrics(CollectorRegistry()), blocking, Identity(ProcessRole.ROUTER, "a"))
+    blocking.close()
 
 
 @pytest.fixture
