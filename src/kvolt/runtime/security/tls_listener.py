@@ -2,7 +2,8 @@
 
 Until then a peer is a stranger: it costs one socket and one handshake. Their number is limited, per process and per
 peer address, and each has a deadline. Connections beyond it wait for a handshake, because many clients may connect
-from one address at the same time.
+from one address at the same time. A handshake that fails occupies its place for another second, which limits the rate
+at which an address makes this process compute for nothing.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ MAX_WAITING = 1024
 """Connections of a process that wait for a handshake; those beyond it are closed."""
 MAX_WAITING_PER_PEER = 512
 """The same of one peer address."""
+FAILED_S = 1.0
+"""Time for which a failed handshake counts as incomplete for its peer address."""
 _WAIT_S = 10.0
 _BACKLOG = 1024
 _READ_BYTES = 32 * 1024
@@ -177,23 +180,38 @@ class TlsListener:
             self._free_by_group.pop(group, None)
 
     async def _shake_hands(self, sock: socket.socket, peer: str, group: str) -> None:
-        admission = Admission(self._protocol_of)
         free = self._free_by_group.setdefault(group, asyncio.Semaphore(MAX_HANDSHAKES_PER_PEER))
+        try:
+            async with asyncio.timeout(_WAIT_S):
+                await free.acquire()
+        except TimeoutError:
+            self._refuse(peer, "incomplete", "handshake incomplete: too many of this address")
+            return
+        try:
+            if not await self._admit_peer(sock, peer):
+                await asyncio.sleep(FAILED_S)
+        finally:
+            free.release()
+
+    async def _admit_peer(self, sock: socket.socket, peer: str) -> bool:
+        """Shake hands and count the outcome; whether the peer was accepted."""
+        admission = Admission(self._protocol_of)
         try:
             async with AsyncExitStack() as slots:
                 async with asyncio.timeout(_WAIT_S):
-                    await slots.enter_async_context(free)
                     await slots.enter_async_context(self._free)
                 await self._begin(sock, admission)
         except ssl.SSLError as error:
             self._refuse(peer, "refused", (error.reason or str(error)).lower().replace("_", " "))
+            return False
         except (OSError, TimeoutError) as error:
             self._refuse(peer, "incomplete", f"handshake incomplete: {str(error) or 'connection closed'}")
-        else:
-            if admission.refusal is None:
-                self._count_outcome("accepted")
-            else:
-                self._refuse(peer, "refused", admission.refusal.message)
+            return False
+        if admission.refusal is not None:
+            self._refuse(peer, "refused", admission.refusal.message)
+            return False
+        self._count_outcome("accepted")
+        return True
 
     async def _begin(self, sock: socket.socket, admission: Admission) -> None:
         context = self._context()

@@ -195,6 +195,23 @@ async def test_incomplete_handshakes_are_limited_and_others_get_in_afterwards(
     peer.transport.abort()
 
 
+async def test_failed_handshakes_keep_their_places_for_a_while(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that an address cannot make a process compute handshakes as fast as it connects."""
+    monkeypatch.setattr(tls_listener, "MAX_HANDSHAKES_PER_PEER", 2)
+    monkeypatch.setattr(tls_listener, "FAILED_S", 3600.0)
+    monkeypatch.setattr(tls_listener, "_WAIT_S", 0.5)
+    for _ in range(2):
+        with socket.create_connection(split_address(lab.address)) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            await lab.until("refused", 1)
+    await lab.until("refused", 2)
+    with socket.create_connection(split_address(lab.address)):
+        await lab.until("incomplete")
+    assert lab.outcomes == {"refused": 2, "incomplete": 1}
+
+
 @pytest.mark.parametrize("limit", ["MAX_HANDSHAKES", "MAX_HANDSHAKES_PER_PEER"])
 async def test_clients_that_connect_together_wait_for_their_handshakes(
     tmp_path: Path, authority: ClusterAuthority, monkeypatch: pytest.MonkeyPatch, limit: str
