@@ -130,7 +130,7 @@ class Runtime:
                 endpoint, InstanceId(""), self.server.wrap_generator(handler, msgpack_decoder(kind))
             )
         if self.ports.credentials is not None:
-            self._task_group.start(self.ports.credentials.keep_fresh(), "credentials")
+            self._task_group.start(self.ports.credentials.keep_fresh(self.ports.blocking), "credentials")
         self._lease = await self._first_lease()
         await self.events.start()
 

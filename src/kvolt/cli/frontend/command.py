@@ -35,7 +35,6 @@ from kvolt.router.registry import NewRouter, find_router
 from kvolt.router.service.client import remote_router
 from kvolt.router.service.link import RouterLink
 from kvolt.router.service.metrics import LinkCollector
-from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.config.loader import LoadedConfig
 from kvolt.runtime.config.settings import FrontendSettings, Settings
 from kvolt.runtime.host.memory import return_freed_memory, settle_garbage_collector
@@ -172,7 +171,14 @@ def _client_network(process: Process, frontend: FrontendSettings, reuse_port: bo
     if frontend.tls_cert is None or frontend.tls_key is None:
         return SocketNetwork(reuse_port)
     clients = Path(frontend.tls_client_authority) if frontend.tls_client_authority else None
-    certificate = ServerCertificate(Path(frontend.tls_cert), Path(frontend.tls_key), clients, SystemClock())
+    certificate = ServerCertificate(Path(frontend.tls_cert), Path(frontend.tls_key), clients)
+    task_group = TaskGroup("https-certificate")
+    task_group.start(certificate.keep_fresh(process.runtime.ports.blocking), "keep fresh")
+
+    async def close(drain_s: float) -> None:
+        await task_group.close()
+
+    process.before_close(close)
     return HttpsNetwork(certificate, process.metrics.count_handshake, reuse_port)
 
 

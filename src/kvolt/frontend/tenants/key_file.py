@@ -6,11 +6,9 @@ other users can change it. Writers of one file exclude each other by a lock file
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -18,6 +16,7 @@ import msgspec
 from kvolt.core.errors import ConfigError
 from kvolt.frontend.tenants.records import ApiKey, KeyRecords, KeyTable, Tenant
 from kvolt.frontend.tenants.store import MemoryKeyStore
+from kvolt.runtime.host.safe_files import locked, open_regular, read_bounded, replace_file
 
 _MAX_FILE_BYTES = 64 << 20
 
@@ -33,13 +32,13 @@ class FileKeyStore:
 
     def read(self, version: str | None) -> KeyRecords | None:
         try:
-            with self._path.open("rb") as file:
+            with open_regular(self._path) as file:
                 status = os.fstat(file.fileno())
                 current = f"{status.st_ino}-{status.st_mtime_ns}-{status.st_size}"
                 if current == version:
                     return None
                 self._check(status)
-                data = file.read()
+                data = read_bounded(file, _MAX_FILE_BYTES)
         except OSError as error:
             raise self._error((error.strerror or str(error)).lower()) from error
         return self._parse(data, current)
@@ -61,8 +60,6 @@ class FileKeyStore:
     def _check(self, status: os.stat_result) -> None:
         if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise self._error("other users can change it", f"chmod 600 {self._path}")
-        if status.st_size > _MAX_FILE_BYTES:
-            raise self._error(f"it is larger than {_MAX_FILE_BYTES} bytes")
 
     def _parse(self, data: bytes, version: str) -> KeyRecords:
         tenants: list[Tenant] = []
@@ -85,7 +82,7 @@ class FileKeyStore:
     def _change(self, change: Callable[[MemoryKeyStore], None]) -> None:
         path = self._path.resolve()  # replace the file itself, not a link to it
         try:
-            with _locked(path.with_name(f".{path.name}.lock")):
+            with locked(path):
                 records = MemoryKeyStore()
                 content = self.read(None) if path.exists() else None
                 for tenant in content.tenants if content is not None else ():
@@ -93,7 +90,7 @@ class FileKeyStore:
                 for key in content.keys if content is not None else ():
                     records.put_key(key)
                 change(records)
-                _replace(path, _lines(records))
+                replace_file(path, _lines(records))
         except OSError as error:
             raise self._error((error.strerror or str(error)).lower()) from error
 
@@ -109,29 +106,3 @@ def _lines(store: MemoryKeyStore) -> bytes:
     records = store.read(None)
     assert records is not None
     return b"".join(_encode(record) + b"\n" for record in (*records.tenants, *records.keys))
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Exclusive lock; it ends with the process at the latest. The file stays: removing it would race."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _replace(path: Path, data: bytes) -> None:
-    new = path.with_name(f".{path.name}.new")
-    new.unlink(missing_ok=True)
-    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # the new name survives a power failure
-    finally:
-        os.close(folder)

@@ -20,7 +20,6 @@ import hashlib
 import os
 import re
 import secrets
-import stat
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -33,6 +32,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from kvolt.core.errors import ConfigError
+from kvolt.runtime.host.safe_files import open_regular, read_bounded
 from kvolt.runtime.security.identity import Identity
 
 LIFETIME_S = 24 * 3600.0
@@ -40,7 +40,8 @@ LIFETIME_S = 24 * 3600.0
 _AUTHORITY_LIFETIME = timedelta(days=3650)
 _CLOCK_SKEW = timedelta(minutes=10)
 """Certificates are valid from this much earlier, for machines whose clock is behind."""
-_MAX_KEY_BYTES = 64 * 1024
+MAX_FILE_BYTES = 64 * 1024
+"""Of a cluster key, a certificate chain with its authorities, or a private key."""
 SECRET_BYTES = 32
 """Size of an event secret."""
 _SECRET = re.compile(
@@ -180,23 +181,14 @@ def read_secret(path: Path, key: str = "cluster.key", remedy: str = _REMEDY) -> 
     `key`: the setting with the path; `remedy`: where to get such a file.
     """
     try:
-        # Without O_NONBLOCK, opening a FIFO would stop this process until it has a writer.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            mode = os.fstat(descriptor).st_mode
-            if not stat.S_ISREG(mode):
-                raise ConfigError(f"{path} is not a regular file", key=key, remedy=remedy)
-            with open(descriptor, "rb", closefd=False) as file:
-                content = file.read(_MAX_KEY_BYTES + 1)
-        finally:
-            os.close(descriptor)
+        with open_regular(path) as file:
+            mode = os.fstat(file.fileno()).st_mode
+            content = read_bounded(file, MAX_FILE_BYTES)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise ConfigError(f"{path}: {reason}", key=key, remedy=remedy) from None
     if mode & 0o077:
         raise ConfigError(f"{path}: other users can read it", key=key, remedy=f"run `chmod 600 {path}`")
-    if len(content) > _MAX_KEY_BYTES:
-        raise ConfigError(f"{path} has more than {_MAX_KEY_BYTES} bytes", key=key, remedy=remedy)
     return content
 
 

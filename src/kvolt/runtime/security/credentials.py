@@ -13,14 +13,22 @@ import logging
 import os
 import ssl
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from cryptography import x509
 
-from kvolt.core.errors import ConfigError
-from kvolt.runtime.clock import Clock
-from kvolt.runtime.security.authority import SECRET_BYTES, Certificate, ClusterAuthority, read_secret
+from kvolt.core.errors import ConfigError, KvoltError
+from kvolt.runtime.clock import Blocking, Clock
+from kvolt.runtime.host.safe_files import read_regular
+from kvolt.runtime.security.authority import (
+    MAX_FILE_BYTES,
+    SECRET_BYTES,
+    Certificate,
+    ClusterAuthority,
+    read_secret,
+)
 from kvolt.runtime.security.identity import Identity, parse_identity
 
 log = logging.getLogger(__name__)
@@ -29,6 +37,9 @@ ENROLLMENT_PROTOCOL = "kvolt-enroll/1"
 """ALPN of connections that ask for a certificate."""
 _CHECK_S = 10.0
 """Interval of looking for changed files and certificates to renew."""
+_READ_TIMEOUT_S = 10.0
+_MAX_AUTHORITIES_BYTES = 1 << 20
+"""Of a file with certificates of authorities; a system's own collection has a quarter of it."""
 _WARN_BEFORE_S = 7 * 24 * 3600.0
 _SECRET_REMEDY = (
     "write it with `(umask 077; head -c 32 /dev/urandom | base64 > FILE)`, the same on all machines"
@@ -182,22 +193,31 @@ class Credentials:
     def on_renewed(self, listener: Callable[[], None]) -> None:
         self._listeners.append(listener)
 
-    async def keep_fresh(self) -> None:
+    async def keep_fresh(self, blocking: Blocking) -> None:
         """Renew certificates and read changed files, for ever."""
         while True:
             await asyncio.sleep(_CHECK_S)
-            if self._fetch is not None and self._clock.wall() >= self._renew_at:
+            now = self._clock.wall()
+            if self._fetch is not None and now >= self._renew_at:
                 await self._fetch()
-            self.refresh()
+            try:
+                is_renewed = await blocking.run(partial(self.reload, now), _READ_TIMEOUT_S)
+            except KvoltError as error:
+                log.error("certificate not renewed: error=%s", error.message)
+                continue
+            if is_renewed:
+                for listener in self._listeners:
+                    listener()
 
-    def refresh(self) -> None:
+    def reload(self, now: float | None = None) -> bool:
         """Load again if a file has changed, half of the lifetime has passed, or the clock was set back: the certificate
-        may not be valid yet. Errors are logged once."""
-        now = self._clock.wall()
+        may not be valid yet. Return whether it was renewed; errors are logged once. May block."""
+        if now is None:
+            now = self._clock.wall()
         modified = self._modification_times()
         is_due = now >= self._renew_at or now < self._tried_at
         if modified == self._modified and not is_due:
-            return
+            return False
         self._modified, self._tried_at = modified, now
         try:
             self._load(now)
@@ -210,10 +230,9 @@ class Credentials:
                 error.fields.get("remedy"),
                 self._expires_at - now,
             )
-            return
+            return False
         log.info("certificate renewed: expires_in_s=%.0f", self._expires_at - now)
-        for listener in self._listeners:
-            listener()
+        return True
 
     def _load(self, now: float) -> None:
         certificate = self._source.load(now)
@@ -241,27 +260,31 @@ class Credentials:
 class ServerCertificate:
     """Certificate of an HTTPS server, read again when its files change."""
 
-    def __init__(self, chain: Path, key: Path, clients: Path | None, clock: Clock) -> None:
+    def __init__(self, chain: Path, key: Path, clients: Path | None) -> None:
         """`clients`: authorities of client certificates, which are then required. Raises ConfigError."""
         self._chain, self._key, self._clients = chain, key, clients
-        self._clock = clock
-        self._checked_at = clock.monotonic()
         self._modified = self._modification_times()
         self._context = self._load()
 
     def context(self) -> ssl.SSLContext:
-        now = self._clock.monotonic()
-        if now - self._checked_at >= _CHECK_S:
-            self._checked_at = now
-            modified = self._modification_times()
-            if modified != self._modified:
-                self._modified = modified
-                try:
-                    self._context = self._load()
-                    log.info("HTTPS certificate reloaded: file=%s", self._chain)
-                except ConfigError as error:
-                    log.error("HTTPS certificate not reloaded: error=%s", error.message)
         return self._context
+
+    async def keep_fresh(self, blocking: Blocking) -> None:
+        """Read changed files, for ever."""
+        while True:
+            await asyncio.sleep(_CHECK_S)
+            try:
+                await blocking.run(self._reload, _READ_TIMEOUT_S)
+            except KvoltError as error:
+                log.error("HTTPS certificate not reloaded: error=%s", error.message)
+
+    def _reload(self) -> None:
+        modified = self._modification_times()
+        if modified == self._modified:
+            return
+        self._modified = modified
+        self._context = self._load()
+        log.info("HTTPS certificate reloaded: file=%s", self._chain)
 
     def _modification_times(self) -> tuple[object, ...]:
         paths = (self._chain, self._key, self._clients)
@@ -272,9 +295,12 @@ class ServerCertificate:
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols(["http/1.1"])
         try:
-            context.load_cert_chain(self._chain, self._key, password=_no_password)
+            _load_chain(
+                context, read_regular(self._chain, MAX_FILE_BYTES), read_regular(self._key, MAX_FILE_BYTES)
+            )
             if self._clients is not None:
-                context.load_verify_locations(self._clients)
+                clients = read_regular(self._clients, _MAX_AUTHORITIES_BYTES)
+                context.load_verify_locations(cadata=clients.decode("ascii", "ignore"))
                 context.verify_mode = ssl.CERT_REQUIRED
         except (OSError, ValueError) as error:  # also ssl.SSLError
             raise ConfigError(
@@ -299,7 +325,7 @@ def _modification(path: Path) -> object:
 
 def _read(path: Path, key: str) -> bytes:
     try:
-        return path.read_bytes()
+        return read_regular(path, _MAX_AUTHORITIES_BYTES)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise ConfigError(f"{path}: {reason}", key=key, remedy="set it to a readable PEM file") from None
@@ -333,7 +359,7 @@ def tls_context(
     context.verify_mode = verify_mode
     try:
         context.load_verify_locations(cadata=certificate.trusted_pem.decode("ascii"))
-        _load_chain(context, certificate)
+        _load_chain(context, certificate.chain_pem, certificate.key_pem)
     except (OSError, ValueError) as error:  # also ssl.SSLError, and too many open files
         raise ConfigError(
             f"the certificate cannot be used: {error}",
@@ -345,11 +371,11 @@ def tls_context(
     return context
 
 
-def _load_chain(context: ssl.SSLContext, certificate: Certificate) -> None:
+def _load_chain(context: ssl.SSLContext, chain_pem: bytes, key_pem: bytes) -> None:
     # The ssl module reads files only. This one exists in memory, and only this process can open it.
     descriptor = os.memfd_create("kvolt-certificate", os.MFD_CLOEXEC)
     try:
-        os.write(descriptor, certificate.chain_pem + certificate.key_pem)
-        context.load_cert_chain(f"/proc/self/fd/{descriptor}")
+        os.write(descriptor, chain_pem.rstrip() + b"\n" + key_pem)
+        context.load_cert_chain(f"/proc/self/fd/{descriptor}", password=_no_password)
     finally:
         os.close(descriptor)

@@ -101,6 +101,13 @@ def test_file_that_others_can_write_is_refused(tmp_path: Path) -> None:
         FileKeyStore(path).read(None)
 
 
+def test_file_must_be_a_regular_one(tmp_path: Path) -> None:
+    path = tmp_path / "keys.jsonl"
+    os.mkfifo(path, 0o600)  # a read would wait for its writer for ever
+    with pytest.raises(ConfigError, match="not a regular file"):
+        FileKeyStore(path).read(None)
+
+
 def test_concurrent_changes_are_all_kept(tmp_path: Path) -> None:
     path = tmp_path / "keys.jsonl"
 

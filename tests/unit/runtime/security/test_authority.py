@@ -65,7 +65,7 @@ def test_a_rotated_key_keeps_one_event_secret_of_the_previous_one() -> None:
     [
         (b"", "is not a cluster key"),
         (b"\xff" * 100, "is not a cluster key"),
-        (b"x" * 70_000, "more than 65536 bytes"),
+        (b"x" * 70_000, "larger than 65536 bytes"),
         (b"-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n", "is not a cluster key"),
     ],
 )
@@ -137,7 +137,7 @@ def test_a_certificate_that_cannot_be_loaded_is_tried_again(
     key_file(path, ClusterAuthority.create(clock.wall()))
     with monkeypatch.context() as patch:
         patch.setattr(os, "memfd_create", no_descriptor)
-        live.refresh()
+        live.reload()
     assert "certificate not renewed" in caplog.text
 
 
@@ -152,10 +152,10 @@ def test_a_certificate_is_renewed_after_the_clock_was_set_back(tmp_path: Path) -
     path = key_file(tmp_path / "key", ClusterAuthority.create(SystemClock().wall()))
     live = Credentials(KeySource(path, WORKER), clock)
     clock.ahead_s = 0.0
-    live.refresh()
+    live.reload()
     assert live.expires_at < SystemClock().wall() + 2 * 24 * 3600
     renewed = live.server_context
-    live.refresh()
+    live.reload()
     assert live.server_context is renewed, "renewed once"
 
 

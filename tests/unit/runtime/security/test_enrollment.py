@@ -23,7 +23,7 @@ from tests.unit.runtime.security.enrollment_lab import (
 )
 
 from kvolt.core.errors import ConfigError, ConnectFailed
-from kvolt.runtime.clock import SystemClock
+from kvolt.runtime.clock import SystemClock, ThreadBlocking
 from kvolt.runtime.security import enrolled, enrollment
 from kvolt.runtime.security.authority import ClusterAuthority
 from kvolt.runtime.security.credentials import Credentials, tls_context
@@ -166,7 +166,7 @@ async def test_renewal_follows_a_rotated_key(lab: Lab) -> None:
     source = cast(EnrolledSource, credentials._source)
     rotated = lab.authority.rotate(SystemClock().wall())
     lab.path.write_bytes(rotated.to_pem())
-    lab.credentials.refresh()
+    lab.credentials.reload()
     await source.fetch()
     renewed = Credentials(source, SystemClock())
     assert renewed.event_secrets == rotated.event_secrets
@@ -182,7 +182,8 @@ async def test_it_is_renewed_at_half_its_lifetime(lab: Lab, monkeypatch: pytest.
     expires_at = credentials.expires_at
     renewals: list[float] = []
     credentials.on_renewed(lambda: renewals.append(credentials.expires_at))
-    task = asyncio.ensure_future(credentials.keep_fresh())
+    blocking = ThreadBlocking()
+    task = asyncio.ensure_future(credentials.keep_fresh(blocking))
     await asyncio.sleep(0.1)
     assert lab.outcomes["renewed"] == 0
     lab.clock.offset_s = clock.offset_s = 13 * 3600
@@ -190,6 +191,7 @@ async def test_it_is_renewed_at_half_its_lifetime(lab: Lab, monkeypatch: pytest.
         while not renewals:
             await asyncio.sleep(0.01)
     task.cancel()
+    blocking.close()
     assert renewals[0] > expires_at
 
 
@@ -201,7 +203,7 @@ async def test_a_failed_renewal_keeps_the_certificate(lab: Lab, caplog: pytest.L
     await cast(EnrolledSource, credentials._source).fetch()
     clock.offset_s = 13 * 3600
     for _ in range(3):
-        credentials.refresh()
+        credentials.reload()
     assert credentials.expires_at == expires_at
     assert sum("certificate not renewed" in each.getMessage() for each in caplog.records) == 1
 

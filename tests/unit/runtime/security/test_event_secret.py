@@ -98,15 +98,12 @@ def test_a_second_line_is_accepted_from_when_the_file_changes(
     path = private(tmp_path / "events", ONE + b"\n")
     credentials = load_credentials(with_secret(own_certificates, path), WORKER, SystemClock())
     assert credentials is not None
-    renewals: list[tuple[bytes, ...]] = []
-    credentials.on_renewed(lambda: renewals.append(credentials.event_secrets))
     private(path, ONE + b"\n" + TWO + b"\n")
-    credentials.refresh()
+    assert credentials.reload()
     both = (base64.b64decode(ONE), base64.b64decode(TWO))
-    assert renewals == [both]
+    assert credentials.event_secrets == both
     private(path, b"broken")
-    credentials.refresh()
-    assert renewals == [both]
+    assert not credentials.reload()
     assert credentials.event_secrets == both
 
 
@@ -118,7 +115,7 @@ def test_a_second_line_is_accepted_from_when_the_file_changes(
         (ONE[:20], 0o600, "32 bytes in base64"),
         (b"not base64 at all!", 0o600, "32 bytes in base64"),
         (b"\n".join([ONE, TWO, ONE]), 0o600, "one or two lines"),
-        (b"x" * 100_000, 0o600, "more than"),
+        (b"x" * 100_000, 0o600, "larger than"),
     ],
     ids=["readable", "empty", "short", "text", "three", "long"],
 )

@@ -1,6 +1,8 @@
 """HTTPS of the frontend: certificates, their reload, client certificates, and clients that leave."""
 
 import asyncio
+import logging
+import os
 import socket
 import ssl
 from contextlib import suppress
@@ -8,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import uvloop
+from tests.waits import MUST_HAPPEN_S
 
 from kvolt.core.errors import ConfigError
-from kvolt.runtime.clock import SystemClock
+from kvolt.runtime.clock import SystemClock, ThreadBlocking
 from kvolt.runtime.http.client import HttpClient
 from kvolt.runtime.http.server import HttpLimits, HttpRequest, HttpServer, Response, Routes
 from kvolt.runtime.http.server_url import ServerUrl
@@ -24,20 +27,10 @@ WAIT_S = 30.0
 IDENTITY = Identity(ProcessRole.FRONTEND, "edge")
 
 
-class Clock(SystemClock):
-    """Real clock that a test can advance."""
-
-    def __init__(self) -> None:
-        self.offset_s = 0.0
-
-    def monotonic(self) -> float:
-        return super().monotonic() + self.offset_s
-
-
 class Lab:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.clock = Clock()
+        self.clock = SystemClock()
         self.authority = ClusterAuthority.create(self.clock.wall())
         self.outcomes: list[str] = []
         self.cancelled = asyncio.Event()
@@ -59,7 +52,7 @@ class Lab:
 
     def certificate(self, clients: bool = False) -> ServerCertificate:
         ca = self.folder / "ca" if clients else None
-        return ServerCertificate(self.folder / "chain", self.folder / "key", ca, self.clock)
+        return ServerCertificate(self.folder / "chain", self.folder / "key", ca)
 
     async def echo(self, request: HttpRequest) -> Response:
         return Response(200, request.body, content_type="text/plain")
@@ -131,8 +124,18 @@ async def test_a_client_that_leaves_cancels_its_request(lab: Lab) -> None:
     await server.close()
 
 
-async def test_a_changed_certificate_is_used_for_new_connections(lab: Lab) -> None:
-    server, address = await lab.start(lab.certificate())
+async def test_a_changed_certificate_is_used_for_new_connections(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kvolt.runtime.security.credentials._CHECK_S", 0.01)
+    caplog.set_level(logging.INFO)
+    certificate, blocking = lab.certificate(), ThreadBlocking()
+    server, address = await lab.start(certificate)
+
+    async def logged(text: str) -> None:
+        async with asyncio.timeout(MUST_HAPPEN_S):
+            while text not in caplog.text:
+                await asyncio.sleep(0.01)
 
     async def serial() -> str:
         _, writer = await asyncio.open_connection(*split_address(address), ssl=lab.client_context())
@@ -142,14 +145,29 @@ async def test_a_changed_certificate_is_used_for_new_connections(lab: Lab) -> No
 
     first = await serial()
     lab.install()
-    assert await serial() == first, "files are looked at every ten seconds"
-    lab.clock.offset_s = 11.0
+    assert await serial() == first
+    following = asyncio.ensure_future(certificate.keep_fresh(blocking))
+    await logged("HTTPS certificate reloaded")
     second = await serial()
     assert second != first
     (lab.folder / "chain").write_bytes(b"damaged")
-    lab.clock.offset_s = 22.0
+    await logged("HTTPS certificate not reloaded")
     assert await serial() == second, "a file that cannot be used changes nothing"
+    following.cancel()
+    blocking.close()
     await server.close()
+
+
+@pytest.mark.parametrize("name", ["chain", "key", "ca"])
+def test_files_are_regular_and_bounded(lab: Lab, name: str) -> None:
+    (lab.folder / name).unlink()
+    os.mkfifo(lab.folder / name)  # a read would wait for its writer for ever
+    with pytest.raises(ConfigError, match="not a regular file"):
+        lab.certificate(clients=True)
+    (lab.folder / name).unlink()
+    (lab.folder / name).write_bytes(b"x" * (2 << 20))
+    with pytest.raises(ConfigError, match="larger than"):
+        lab.certificate(clients=True)
 
 
 async def test_client_certificates_are_required_if_an_authority_is_set(lab: Lab) -> None:
@@ -171,7 +189,7 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     (tmp_path / "key").write_bytes(b"nothing")
     for chain, key in (("chain", "key"), ("none", "key")):
         with pytest.raises(ConfigError, match="cannot be used") as caught:
-            ServerCertificate(tmp_path / chain, tmp_path / key, None, SystemClock())
+            ServerCertificate(tmp_path / chain, tmp_path / key, None)
         assert "frontend.tls_key" in caught.value.fields["remedy"]
 
 

@@ -288,7 +288,7 @@ async def test_an_expired_certificate_is_refused(lab: Lab, tmp_path: Path) -> No
     expired = lab.authority.issue(FRONTEND, now - 7200, lifetime_s=3600)
     (tmp_path / "chain").write_bytes(expired.chain_pem)
     (tmp_path / "key").write_bytes(expired.key_pem)
-    live.refresh()
+    live.reload()
     peer = await SecureNetwork(live).connect(lab.address, Peer, 20.0)
     assert isinstance(peer, Peer), "an expired replacement is not used"
     peer.transport.abort()
