@@ -134,6 +134,39 @@ async def test_a_worker_is_killed_in_the_middle(bench: Bench, flow: tuple[str, .
         assert answers == expected[: len(PROMPTS)]
 
 
+@pytest.mark.parametrize("is_killed", [False, True], ids=["all-live", "decode-worker-killed"])
+async def test_kv_moves_over_tls_to_its_reader_only(
+    bench: Bench, flow: tuple[str, ...], is_killed: bool
+) -> None:
+    """Every decode worker that gets a request may read its KV, also the next one after a loss."""
+    expected = await aggregated(bench)
+    assert bench.run("cluster", "init", "kvolt.key").returncode == 0
+    secured = ("--cluster-key", "kvolt.key", "--set", "transfer.shared_memory=false")
+    roles = {"p0": "prefill", "d0": "decode", "d1": "decode"}
+    speed = 0.2 if is_killed else 1.0
+    workers = {
+        name: bench.worker(name, "--role", role, *secured, speed=speed) for name, role in roles.items()
+    }
+    _, url = await bench.frontend(*flow, "--cluster-key", "kvolt.key")
+    key = {"KVOLT_CLUSTER_KEY": str(bench.folder / "kvolt.key")}
+    views = await bench.until_seen("frontend", *roles, **key)
+    await until_ready(url)
+    asking = [asyncio.ensure_future(texts(url)) for _ in range(2)]
+    if is_killed:
+        await asyncio.sleep(0.5)
+        workers.pop("d0").kill()
+    for answers in await asyncio.gather(*asking):
+        assert answers == expected[: len(PROMPTS)]
+    admin = {name: f"http://{views[name].admin}" for name in workers}
+    moved = [
+        await metric(admin[name], 'kvolt_handoff_blocks_total{path="tcp"}')
+        for name in workers.keys() - {"p0"}
+    ]
+    assert sum(moved) > 0
+    assert await metric(admin["p0"], "kvolt_transfer_tls_handshakes_total") > 0
+    assert await metric(admin["p0"], "kvolt_transfer_refused_reads_total") == 0
+
+
 async def test_whichever_way_each_of_them_goes(bench: Bench) -> None:
     """By cost: prompts are computed apart or where they are answered, and answered by whoever has least to do."""
     expected = await aggregated(bench)

@@ -84,6 +84,8 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Request plane address, HOST:PORT."""
     process: str = ""
     """Process name, for display."""
+    identity: str = ""
+    """URI in the certificate of the process; empty without a cluster key."""
     state: InstanceState = InstanceState.READY
     admin: str | None = None
     """Admin server address, HOST:PORT."""

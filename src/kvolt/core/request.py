@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from enum import StrEnum
 from typing import Annotated, Any
@@ -133,6 +134,16 @@ class Rendezvous(msgspec.Struct, frozen=True):
     """First mailbox id, random and secret; the parts of the prompt use consecutive ids."""
     address: str
     """Address of the prefill worker."""
+    reader: str = ""
+    """`Instance.identity` of the decode worker, which alone may read the KV."""
+
+
+READER_KEY_BYTES = 16
+
+
+def reader_proof(key: bytes, reader: str) -> bytes:
+    """Proof that offers with this reader key were made for the process with the identity `reader`."""
+    return hashlib.blake2b(reader.encode(), key=key, digest_size=16).digest()
 
 
 class Handoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -149,6 +160,17 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Tokens that prefill sampled and emits; decode does not emit them again."""
     cached_tokens: int | None = None
     """Prompt tokens that prefill found in its cache."""
+    reader_key: bytes = b""
+    """From the prefill worker to the frontend; no decode worker gets it."""
+    reader_proof: bytes = b""
+    """From the frontend to one decode worker."""
+
+    def for_reader(self, identity: str) -> Handoff:
+        """The handoff for one decode worker, which no process with another identity can use."""
+        if not self.reader_key:
+            return self
+        proof = reader_proof(self.reader_key, identity)
+        return msgspec.structs.replace(self, reader_key=b"", reader_proof=proof)
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -42,7 +42,13 @@ _decode_result = msgspec.msgpack.Decoder(WithdrawResult).decode
 
 
 def with_decision(request: Request, decision: Decision) -> Request:
-    """Add the decision's KV sources and DP rank."""
+    """The request for the decision's worker: with KV sources, DP rank, and the right to read KV of a prefill worker."""
+    reader = decision.instance.identity
+    if request.handoff is not None:
+        request = msgspec.structs.replace(request, handoff=request.handoff.for_reader(reader))
+    if request.rendezvous is not None:
+        rendezvous = msgspec.structs.replace(request.rendezvous, reader=reader)
+        request = msgspec.structs.replace(request, rendezvous=rendezvous)
     if decision.kv_sources:
         request = msgspec.structs.replace(request, kv_sources=decision.kv_sources)
     if decision.dp_rank is not None:

@@ -179,7 +179,8 @@ async def open_rendezvous(
     except KvoltError as error:
         prompt.count_failure(error)
         return local_request
-    rendezvous = _new_rendezvous(decision.instance)
+    reader = "" if request.rendezvous is None else request.rendezvous.reader
+    rendezvous = _new_rendezvous(decision.instance, reader)
     if rendezvous is None or is_done():
         call.release()
         return local_request
@@ -188,13 +189,13 @@ async def open_rendezvous(
     return msgspec.structs.replace(request, rendezvous=rendezvous)
 
 
-def _new_rendezvous(prefill: Instance) -> Rendezvous | None:
+def _new_rendezvous(prefill: Instance, reader: str) -> Rendezvous | None:
     """None if the worker published no rendezvous address."""
     try:
         address = _decode_info(prefill.info).transfer_addresses.get(RENDEZVOUS_ADDRESS_KEY)
     except MALFORMED:
         return None
-    return None if address is None else Rendezvous(secrets.randbits(_MAILBOX_BITS), address)
+    return None if address is None else Rendezvous(secrets.randbits(_MAILBOX_BITS), address, reader)
 
 
 async def _run_prefill(

@@ -37,6 +37,7 @@ from kvolt.runtime.process_control import (
     unsupported_command,
 )
 from kvolt.runtime.security.credentials import Credentials
+from kvolt.runtime.security.identity import Identity
 from kvolt.runtime.stop import graceful_stop
 from kvolt.runtime.tasks import Scope, TaskGroup
 
@@ -63,6 +64,8 @@ class Ports:
     events: Callable[[Discovery], EventPlane]
     credentials: Credentials | None = None
     """For connections to other processes of the cluster; None without a cluster key."""
+    identity: Identity | None = None
+    """Identity in the certificate of this process; None without a cluster key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,11 +211,13 @@ class Runtime:
         """Serve and register an endpoint whose handler gets the raw streams."""
         assert self.plane.address is not None, "start() first"
         assert self._lease is not None
+        identity = self.ports.identity
         instance = Instance(
             id=InstanceId(new_id(self.ports.rng)),
             endpoint=endpoint,
             address=self.plane.address,
             process=self.options.name,
+            identity="" if identity is None else identity.uri,
             admin=self.admin_address,
             info=msgspec.Raw(msgspec.msgpack.encode(info)),
         )

@@ -320,4 +320,5 @@ def make_ports(
 
     internal = _internal_network(settings, metrics, clock, credentials, identity.role)
     plane = tcp_plane(internal, connection_options(settings))
-    return Ports(clock, rng, SocketNetwork(), blocking, plane, discovery, events, credentials)
+    own = None if credentials is None else credentials.identity
+    return Ports(clock, rng, SocketNetwork(), blocking, plane, discovery, events, credentials, own)

@@ -131,6 +131,11 @@ class TransferAgent:
         return self._hub.num_refused + self.handshakes["limit"]
 
     @property
+    def num_refused_reads(self) -> int:
+        """Reads of offers that were made for another process."""
+        return self._hub.offers.num_refused
+
+    @property
     def handshakes(self) -> Counter[str]:
         """TLS handshakes of accepted connections by outcome; empty without TLS."""
         return Counter() if self._hub.handshakes is None else self._hub.handshakes.outcomes
@@ -141,15 +146,23 @@ class TransferAgent:
 
     # --- reading
 
-    def offer(self, slab: Slab, blocks: Blocks, timeout_s: float, seeds: bytes | None = None) -> OfferHandle:
+    def offer(
+        self,
+        slab: Slab,
+        blocks: Blocks,
+        timeout_s: float,
+        seeds: bytes | None = None,
+        reader_key: bytes = b"",
+    ) -> OfferHandle:
         """Allow the holder of the ticket to read these blocks once; they must not change until the offer is done.
 
         `seeds`: eight bytes per block, mixed into its checksum. A reader with different seeds fails verification.
+        `reader_key`: a peer with a certificate also needs the proof of this key for its identity (`wire.bind_ticket`).
         """
         numbers, deadline = _check_blocks(slab, blocks, seeds), self._hub.deadline_in(timeout_s)
         hub, ticket = self._hub, self._ticket(slab, numbers)
         handle = OfferHandle(ticket, self._soon(partial(hub.offers.withdraw, ticket.secret)))
-        offer = Offer(slab, numbers, deadline, handle.finish, seeds)
+        offer = Offer(slab, numbers, deadline, handle.finish, seeds, reader_key)
         self._start(handle, lambda: hub.offer(ticket.secret, offer))
         return handle
 
@@ -193,7 +206,7 @@ class TransferAgent:
                 hub.offers.withdraw(source.secret)
             elif not hub.is_closed:
                 with contextlib.suppress(Overloaded):
-                    hub.link_to(source.address).decline(source.secret)
+                    hub.link_to(source.address).decline(source)
 
         hub.progress.call_soon(decline)
 

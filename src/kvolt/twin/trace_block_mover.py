@@ -123,11 +123,19 @@ class TraceBlockMover:
     def block_bytes(self) -> int:
         return self._block_bytes
 
-    def offer(self, blocks: Sequence[int], keys: Sequence[BlockKey], timeout_s: float) -> TraceBlockOffer:
+    def offer(
+        self, blocks: Sequence[int], keys: Sequence[BlockKey], timeout_s: float, reader_key: bytes = b""
+    ) -> TraceBlockOffer:
         return self._board.offer(self._worker, timeout_s)
 
     async def pull(
-        self, ticket: bytes, first: int, keys: Sequence[BlockKey], into: Sequence[int], timeout_s: float
+        self,
+        ticket: bytes,
+        first: int,
+        keys: Sequence[BlockKey],
+        into: Sequence[int],
+        timeout_s: float,
+        proof: bytes = b"",
     ) -> str:
         offer = self._board.find(ticket)
         num_bytes = len(into) * self._block_bytes
@@ -159,7 +167,7 @@ class TraceBlockMover:
         finally:
             self._board.remove_mailbox(mailbox)
 
-    def decline(self, ticket: bytes) -> None:
+    def decline(self, ticket: bytes, proof: bytes = b"") -> None:
         try:
             self._board.find(ticket).end()
         except NotFound:

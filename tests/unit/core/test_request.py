@@ -21,6 +21,7 @@ from kvolt.core.request import (
     RoutingHints,
     Sampling,
     StopConditions,
+    reader_proof,
 )
 from kvolt.core.trace import TraceRecord
 
@@ -127,3 +128,13 @@ def test_what_a_request_goes_on_after() -> None:
     assert msgspec.msgpack.decode(encoded, type=Request) == several
     alike = msgspec.structs.replace(one, sampling=Sampling(num_choices=3))
     assert alike.num_prior_tokens == 9
+
+
+def test_a_handoff_for_one_reader_has_its_proof_and_not_the_key() -> None:
+    handoff = Handoff(ticket=b"t", prefill_instance=InstanceId("p"), reader_key=b"k" * 16)
+    first, second = (handoff.for_reader(f"kvolt://worker/d{number}") for number in range(2))
+    assert first.reader_proof == reader_proof(b"k" * 16, "kvolt://worker/d0") != second.reader_proof
+    assert first.reader_key == second.reader_key == b""
+    assert first.for_reader("kvolt://worker/d1") == first, (
+        "only a frontend, which has the key, can make another"
+    )

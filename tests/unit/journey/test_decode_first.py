@@ -157,7 +157,7 @@ def test_decode_worker_prefills_without_prefill_workers() -> None:
 
 def test_a_worker_that_cannot_be_met_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(pair: Pair) -> None:
-        monkeypatch.setattr(remote_prompt, "_new_rendezvous", lambda instance: None)
+        monkeypatch.setattr(remote_prompt, "_new_rendezvous", lambda instance, reader: None)
         router, inbox = Counting(pair.target.client, Role.PREFILL), Inbox()
         way = journey_context(pair, RoleTarget(router, pair.target.client))
         await answered(Journey(way, asked(), inbox, Deadlines()), inbox)

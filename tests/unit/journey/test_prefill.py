@@ -24,7 +24,7 @@ from kvolt.core.errors import (
 )
 from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.kv_events import Tier
-from kvolt.core.request import Handoff, KvSource, Request, RoutingHints, StopConditions
+from kvolt.core.request import Handoff, KvSource, Rendezvous, Request, RoutingHints, StopConditions
 from kvolt.journey import prefill as prefill_module
 from kvolt.journey.events import (
     Action,
@@ -39,7 +39,7 @@ from kvolt.journey.events import (
     Stopped,
 )
 from kvolt.journey.machine import JourneyMachine
-from kvolt.journey.prefill import PrefillCall, RoleTarget
+from kvolt.journey.prefill import PrefillCall, RoleTarget, with_decision
 from kvolt.router.port import Decision
 from kvolt.runtime.endpoint.call import Deadlines
 from kvolt.runtime.tasks import TaskGroup
@@ -286,3 +286,14 @@ async def test_waiter_may_be_cancelled() -> None:
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(asked(desk).run(NOBODY, Deadlines()), 0.01)
     assert (desk.num_cancelled, desk.num_freed) == (1, 1)
+
+
+def test_each_decode_worker_gets_a_handoff_and_a_rendezvous_for_itself() -> None:
+    handoff = replace(HANDOFF, reader_key=b"k" * 16)
+    request = replace(REQUEST, handoff=handoff, rendezvous=Rendezvous(1, "a"))
+    address = EndpointAddress.parse("default.decode.generate")
+    for name in ("kvolt://worker/d0", "kvolt://worker/d1"):
+        instance = Instance(id=InstanceId("d"), endpoint=address, address="d:1", identity=name)
+        sent = with_decision(request, Decision(instance))
+        assert sent.handoff == handoff.for_reader(name)
+        assert sent.rendezvous == Rendezvous(1, "a", reader=name)

@@ -17,7 +17,8 @@ from tests.unit.transfer import tls_lab
 from tests.unit.transfer.hostile_lab import SOON_S, Source
 
 from kvolt.core.block_key import KvLayout
-from kvolt.core.errors import Cancelled, ConnectFailed, NetworkFault
+from kvolt.core.errors import Cancelled, ConnectFailed, NetworkFault, NotFound
+from kvolt.core.request import reader_proof
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.security.authority import ClusterAuthority
 from kvolt.runtime.security.credentials import Credentials
@@ -27,7 +28,7 @@ from kvolt.transfer.memory.layout import SlabLayout
 from kvolt.transfer.memory.slabs import Slab
 from kvolt.transfer.peer import handshakes
 from kvolt.transfer.peer.handshakes import TlsContexts
-from kvolt.transfer.reads.wire import decode_ticket, encode_ticket
+from kvolt.transfer.reads.wire import bind_ticket, decode_ticket, encode_ticket
 
 OVER_TCP = TransferOptions(shared_memory=False)
 BLOCK = 4096
@@ -374,6 +375,77 @@ async def test_a_peer_without_a_certificate_cannot_guess_or_replay_an_offer(serv
     offer.cancel()
     with pytest.raises(Cancelled):
         await offer
+
+
+# --- offers for one reader
+
+KEY = b"k" * 16
+
+
+async def test_an_offer_is_read_by_its_reader_only(
+    serving: TransferAgent, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also a worker with a certificate and the stolen ticket neither reads nor ends the offer."""
+    reading, stealing = (tls_lab.credentials(name=name) for name in ("decode-0", "decode-1"))
+    reader, thief = agent_of(reading), agent_of(stealing)
+    source, target = filled(2, BLOCK), Slab.shared(2, BLOCK)
+    try:
+        offer = serving.offer(source, [0, 1], SOON_S, reader_key=KEY)
+        ticket = bind_ticket(offer.ticket, reader_proof(KEY, reading.identity.uri))
+        for number, stolen in enumerate((ticket, offer.ticket), 1):
+            with pytest.raises(NotFound, match="does not exist or has ended"):
+                await thief.read(stolen, target, [0, 1], SOON_S)
+            assert serving.num_refused_reads == number
+        thief.decline(ticket)
+        until(lambda: serving.num_refused_reads == 3)
+        assert not any(target.memory)
+        await reader.read(ticket, target, [0, 1], SOON_S)
+        assert target.memory == source.memory
+        assert await offer == ""
+        with pytest.raises(NotFound):
+            await reader.read(ticket, target, [0, 1], SOON_S)
+        assert serving.num_refused_reads == 3, "a used ticket is no theft"
+        logged = [each.getMessage() for each in caplog.records if "ticket refused" in each.getMessage()]
+        assert len(logged) == 2, "the 1st and 2nd of three"
+        assert stealing.identity.uri in logged[0]
+    finally:
+        reader.close()
+        thief.close()
+
+
+async def test_the_reader_can_decline_its_offer(serving: TransferAgent) -> None:
+    reading = tls_lab.credentials(name="decode-0")
+    reader = agent_of(reading)
+    try:
+        offer = serving.offer(filled(2, BLOCK), [0, 1], SOON_S, reader_key=KEY)
+        reader.decline(bind_ticket(offer.ticket, reader_proof(KEY, reading.identity.uri)))
+        with pytest.raises(Cancelled):
+            await offer
+    finally:
+        reader.close()
+
+
+async def test_a_renewed_certificate_still_reads(serving: TransferAgent) -> None:
+    """The proof is for a name, not for a key."""
+    reading = tls_lab.credentials(name="decode-0")
+    offer = serving.offer(filled(2, BLOCK), [0, 1], SOON_S, reader_key=KEY)
+    ticket = bind_ticket(offer.ticket, reader_proof(KEY, reading.identity.uri))
+    reading._load(SystemClock().wall())
+    reader = agent_of(reading)
+    try:
+        assert await reader.read(ticket, Slab.shared(2, BLOCK), [0, 1], SOON_S) == "tcp"
+    finally:
+        reader.close()
+
+
+async def test_without_a_cluster_key_the_ticket_is_enough() -> None:
+    serving, reader = agent_of(None), agent_of(None)
+    try:
+        offer = serving.offer(filled(2, BLOCK), [0, 1], SOON_S, reader_key=KEY)
+        assert await reader.read(offer.ticket, Slab.shared(2, BLOCK), [0, 1], SOON_S) == "tcp"
+    finally:
+        reader.close()
+        serving.close()
 
 
 # --- renewal

@@ -20,8 +20,10 @@ class Issued:
 
     paths = ()
 
-    def __init__(self, role: ProcessRole, issuer: ClusterAuthority | None = None) -> None:
-        self.identity = Identity.of(role, "a-process")
+    def __init__(
+        self, role: ProcessRole, issuer: ClusterAuthority | None = None, name: str = "a-process"
+    ) -> None:
+        self.identity = Identity.of(role, name)
         self.issuer = issuer or authority()
 
     def load(self, now: float) -> Certificate:
@@ -32,9 +34,9 @@ class Issued:
 
 
 def credentials(
-    role: ProcessRole = ProcessRole.WORKER, issuer: ClusterAuthority | None = None
+    role: ProcessRole = ProcessRole.WORKER, issuer: ClusterAuthority | None = None, name: str = "a-process"
 ) -> Credentials:
-    return Credentials(Issued(role, issuer), SystemClock())
+    return Credentials(Issued(role, issuer, name), SystemClock())
 
 
 @cache

@@ -123,14 +123,22 @@ class Mover:
     def block_bytes(self) -> int:
         return self._slab.block_bytes
 
-    def offer(self, blocks: Sequence[int], keys: Sequence[BlockKey], timeout_s: float) -> KvOffer:
+    def offer(
+        self, blocks: Sequence[int], keys: Sequence[BlockKey], timeout_s: float, reader_key: bytes = b""
+    ) -> KvOffer:
         self._air.num_offers += 1
         ticket = f"offer {self._air.num_offers}".encode()
         offer = self._air.offers[ticket] = Offer(self._air, ticket, self._slab, blocks, timeout_s)
         return offer
 
     async def pull(
-        self, ticket: bytes, first: int, keys: Sequence[BlockKey], into: Sequence[int], timeout_s: float
+        self,
+        ticket: bytes,
+        first: int,
+        keys: Sequence[BlockKey],
+        into: Sequence[int],
+        timeout_s: float,
+        proof: bytes = b"",
     ) -> str:
         self._air.num_pulls += 1
         await asyncio.sleep(self._air.pull_s)
@@ -143,7 +151,7 @@ class Mover:
         offer.cancel()
         return "air"
 
-    def decline(self, ticket: bytes) -> None:
+    def decline(self, ticket: bytes, proof: bytes = b"") -> None:
         if ticket in self._air.offers:
             self._air.offers[ticket].cancel()
 

@@ -35,8 +35,11 @@ class PeerServer:
         self.num_served = 0
         """Blocks offered to other workers."""
 
-    async def serve(self, request: FetchBlocks) -> AsyncIterator[FetchResult]:
-        """Yield one result. Its blocks can be read until they have been read or the generator is closed."""
+    async def serve(self, request: FetchBlocks, reader: str = "") -> AsyncIterator[FetchResult]:
+        """Yield one result. Its blocks can be read until they have been read or the generator is closed.
+
+        `reader`: identity of the worker that asks, which alone can read them; empty without a cluster key.
+        """
         if self._is_closed:
             raise Unavailable("this worker is stopping and serves no more blocks", reason="stopping")
         if request.shape is not None and request.shape != self._host.shape:
@@ -54,7 +57,7 @@ class PeerServer:
         self._num_open += 1
         self._num_held += num_local
         try:
-            async with self._offered(blocks[:num_local]) as (result, offers):
+            async with self._offered(blocks[:num_local], reader) as (result, offers):
                 yield result
                 for offer in offers:
                     await offer.wait_done()
@@ -64,13 +67,13 @@ class PeerServer:
 
     @asynccontextmanager
     async def _offered(
-        self, blocks: Sequence[TierBlock]
+        self, blocks: Sequence[TierBlock], reader: str
     ) -> AsyncIterator[tuple[FetchResult, Sequence[OfferHandle]]]:
         onboarded = await self._host.onboard(blocks)
         try:
             slots = int64_array(map(self._host.slot_table.slot, onboarded.keys))
             checksums = tuple(map(self._host.slot_table.checksum, onboarded.keys))
-            offers, offered = offer_slots(self._agent, self._host.memory, slots, _TRANSFER_S)
+            offers, offered = offer_slots(self._agent, self._host.memory, slots, _TRANSFER_S, reader)
             self.num_served += len(onboarded.keys)
             try:
                 yield FetchResult(checksums, offered), offers

@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Sequence
 
 import numpy as np
 
 from kvolt.core.ids import BlockKey
+from kvolt.core.request import READER_KEY_BYTES, reader_proof
 from kvolt.kv.shared_pool.wire import FetchResult, OfferedBlocks
 from kvolt.kv.tiers.slot_memory import SlotMemory
 from kvolt.kv.tiers.tier_thread import TierThread
 from kvolt.transfer.agent import OfferHandle, Operation, TransferAgent
 from kvolt.transfer.memory.slabs import Numbers
+from kvolt.transfer.peer.wire import bind_ticket
 
 
 def offer_slots(
-    agent: TransferAgent, memory: SlotMemory, slots: Numbers, timeout_s: float
+    agent: TransferAgent, memory: SlotMemory, slots: Numbers, timeout_s: float, reader: str = ""
 ) -> tuple[list[OfferHandle], tuple[OfferedBlocks, ...]]:
-    """Offer the blocks in these slots, which must not change until the offers are done."""
+    """Offer the blocks in these slots, which must not change until the offers are done.
+
+    `reader`: identity of the process that alone may read them; empty: any with the tickets.
+    """
+    key = secrets.token_bytes(READER_KEY_BYTES) if reader else b""
+    proof = reader_proof(key, reader) if reader else b""
     offers: list[OfferHandle] = []
     offered: list[OfferedBlocks] = []
     try:
         for part, numbers, which in memory.by_part(slots):
-            offer = agent.offer(part, numbers, timeout_s)
+            offer = agent.offer(part, numbers, timeout_s, reader_key=key)
             offers.append(offer)
-            offered.append(OfferedBlocks(offer.ticket, tuple(which.tolist())))
+            offered.append(OfferedBlocks(bind_ticket(offer.ticket, proof), tuple(which.tolist())))
     except BaseException:
         for offer in offers:
             offer.cancel()  # the tickets were not published

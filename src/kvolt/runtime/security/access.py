@@ -62,5 +62,5 @@ def check_registration(identity: Identity, key: str, value: bytes) -> None:
         raise AccessDenied(f"a {identity.role} may not register {key[:200]}", role=identity.role.value)
     # Readers use the value, so it must not describe another instance or endpoint than the key.
     instance = decode_instance(value)
-    if instance is None or instance.key != key:
+    if instance is None or instance.key != key or instance.identity != identity.uri:
         raise AccessDenied(f"the value of {key[:200]} describes another instance", role=identity.role.value)

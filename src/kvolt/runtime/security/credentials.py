@@ -106,13 +106,8 @@ class FileSource:
 
     def load(self, now: float) -> Certificate:
         chain, trusted = _read(self._chain, "cluster.certificate"), _read(self._trusted, "cluster.authority")
-        try:
-            leaf = x509.load_pem_x509_certificates(chain)[0]
-            names = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-            uris = names.get_values_for_type(x509.UniformResourceIdentifier)
-        except (ValueError, IndexError, x509.ExtensionNotFound, x509.DuplicateExtension):
-            uris = []
-        if not any(parse_identity(uri) for uri in uris):
+        leaf, identity = _read_leaf(chain)
+        if leaf is None or identity is None:
             raise ConfigError(
                 f"{self._chain} is not a certificate with a kvolt://ROLE/PROCESS name",
                 key="cluster.certificate",
@@ -190,6 +185,12 @@ class Credentials:
         """Wall-clock time."""
         return self._expires_at
 
+    @property
+    def identity(self) -> Identity:
+        """Identity in this process's certificate."""
+        assert self._identity is not None, "sources check it"
+        return self._identity
+
     def on_renewed(self, listener: Callable[[], None]) -> None:
         self._listeners.append(listener)
 
@@ -247,6 +248,7 @@ class Credentials:
         self._probe_context = tls_context(ssl.PROTOCOL_TLS_SERVER, certificate, ssl.CERT_OPTIONAL)
         self._join_context = tls_context(ssl.PROTOCOL_TLS_SERVER, certificate, ssl.CERT_OPTIONAL)
         self._join_context.set_alpn_protocols([ENROLLMENT_PROTOCOL])
+        self._identity = _read_leaf(certificate.chain_pem)[1]
         self._expires_at = certificate.expires_at
         lifetime_s = certificate.expires_at - now
         self._renew_at = now + lifetime_s / 2
@@ -309,6 +311,18 @@ class ServerCertificate:
                 remedy="set frontend.tls_cert and frontend.tls_key to PEM files that belong together",
             ) from None
         return context
+
+
+def _read_leaf(chain: bytes) -> tuple[x509.Certificate | None, Identity | None]:
+    """The first certificate of a PEM file and its identity, as far as they can be read."""
+    try:
+        leaf = x509.load_pem_x509_certificates(chain)[0]
+        names = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        uris = names.get_values_for_type(x509.UniformResourceIdentifier)
+    except (ValueError, IndexError, x509.ExtensionNotFound, x509.DuplicateExtension):
+        return None, None
+    identities = filter(None, map(parse_identity, uris))
+    return leaf, next(identities, None)
 
 
 def _no_password() -> str:

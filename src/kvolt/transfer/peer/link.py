@@ -124,8 +124,9 @@ class PeerLink:
         if self._waiters.pop(op, None) is not None:
             self.send(wire.Ended(op, is_whole=False))
 
-    def decline(self, secret: bytes) -> None:
-        self._when_ready(lambda: self.send(wire.Declined(secret)), lambda error: None)
+    def decline(self, ticket: wire.Ticket) -> None:
+        declined = wire.Declined(ticket.secret, ticket.proof)
+        self._when_ready(lambda: self.send(declined), lambda error: None)
 
     def send(self, message: wire.Message) -> None:
         if self._frames is not None:

@@ -6,15 +6,20 @@ withdrawn during a read is done when that read ends.
 
 from __future__ import annotations
 
+import hmac
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from kvolt.core.errors import Cancelled, DeadlineExceeded, InvalidRequest, KvoltError, NotFound, Overloaded
+from kvolt.core.request import reader_proof
 from kvolt.transfer.memory.pieces import Pieces
 from kvolt.transfer.memory.slabs import Numbers, Slab
 from kvolt.transfer.reads.wire import Fetch
+
+log = logging.getLogger(__name__)
 
 MAX_OFFERS = 65_536
 MAX_PIECES = 1 << 24
@@ -32,6 +37,8 @@ class Offer:
     """Called once: None after a complete read, else the error."""
     seeds: bytes | None = None
     """Checksum seeds, 64 bits per block."""
+    reader_key: bytes = b""
+    """Only peers with a proof of this key may read; empty: all with the ticket."""
     num_readers: int = 0
     is_withdrawn: bool = False
     was_read: bool = field(default=False)
@@ -52,6 +59,8 @@ class Offers:
 
     def __init__(self) -> None:
         self._by_secret: dict[bytes, Offer] = {}
+        self.num_refused = 0
+        """Tickets that a peer presented and that were made for another."""
 
     def __len__(self) -> int:
         return len(self._by_secret)
@@ -61,13 +70,36 @@ class Offers:
             raise Overloaded(f"too many open offers: limit is {MAX_OFFERS}", queue="offers", limit=MAX_OFFERS)
         self._by_secret[secret] = offer
 
-    def begin_read(self, secret: bytes) -> Offer:
-        """Register a reader. NotFound for an unknown, finished or withdrawn offer, indistinguishable to the peer."""
+    def begin_read(self, secret: bytes, proof: bytes = b"", reader: str | None = None) -> Offer:
+        """Register a reader. `reader`: identity of a peer with a certificate, which needs the proof for it.
+
+        NotFound for an unknown, finished or withdrawn offer and for one of another reader, indistinguishable to the
+        peer.
+        """
         offer = self._by_secret.get(secret)
-        if offer is None or offer.is_withdrawn:
+        if offer is None or offer.is_withdrawn or not self._may_read(offer, proof, reader):
             raise NotFound("the offer does not exist or has ended", kind="ticket", name=secret.hex())
         offer.num_readers += 1
         return offer
+
+    def decline(self, secret: bytes, proof: bytes, reader: str | None) -> None:
+        """As `withdraw`, for a peer that could have read the offer."""
+        offer = self._by_secret.get(secret)
+        if offer is not None and self._may_read(offer, proof, reader):
+            self.withdraw(secret)
+
+    def _may_read(self, offer: Offer, proof: bytes, reader: str | None) -> bool:
+        """Without a certificate the ticket is enough: the peer is of this user, or the network is trusted."""
+        if reader is None or not offer.reader_key:
+            return True
+        if hmac.compare_digest(proof, reader_proof(offer.reader_key, reader)):
+            return True
+        self.num_refused += 1
+        if self.num_refused & (self.num_refused - 1) == 0:  # the 1st, 2nd, 4th ...: it may be an attack
+            log.warning(
+                "ticket refused: peer=%s reason=made for another process refused=%d", reader, self.num_refused
+            )
+        return False
 
     def end_read(self, secret: bytes, is_whole: bool) -> None:
         """Unregister a reader. No-op if the offer is done."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import secrets
 import socket
+import ssl
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -23,6 +24,7 @@ from kvolt.core.errors import (
     to_info,
 )
 from kvolt.runtime.plane.byte_budget import ByteBudget
+from kvolt.runtime.security.identity import identity_of
 from kvolt.transfer.memory.device_memory import DeviceMemory, MemoryKind
 from kvolt.transfer.memory.pieces import Pieces
 from kvolt.transfer.memory.slabs import Numbers, Slab
@@ -86,6 +88,8 @@ class ServingSession:
         self._link = FrameConnection(
             hub.progress, link, self._on_message, self._on_lost, wire.MAX_GREETING_BYTES, hub.frame_budget
         )
+        self._reader = identity_of(link.getpeercert()).uri if isinstance(link, ssl.SSLSocket) else None
+        """Identity in the peer's certificate; None without TLS."""
         self._peer: str | None = None
         """Agent id from Hello; None before."""
         self.key = secrets.token_hex(16)
@@ -144,8 +148,8 @@ class ServingSession:
                 self._on_receive(message)
             case wire.Ended(op, is_whole):
                 self._end_op(op, is_whole)
-            case wire.Declined(secret):
-                self._hub.offers.withdraw(secret)
+            case wire.Declined(secret, proof):
+                self._hub.offers.decline(secret, proof, self._reader)
             case _:
                 raise ProtocolError(f"unexpected {type(message).__name__} from a reader", rule="direction")
 
@@ -191,7 +195,8 @@ class ServingSession:
             raise Overloaded(
                 f"too many concurrent reads of one peer: limit is {MAX_READS}", queue="reads", limit=MAX_READS
             )
-        read = _PeerRead(fetch.secret, self._hub.offers.begin_read(fetch.secret))
+        offer = self._hub.offers.begin_read(fetch.secret, fetch.proof, self._reader)
+        read = _PeerRead(fetch.secret, offer)
         # Register before sending: a send may reveal that the peer is gone, which ends all its reads.
         self._reads[fetch.op] = read
         try:

@@ -112,6 +112,7 @@ class ReadOp:
             pieces=b"" if request.inside is None else request.inside.tobytes(),
             piece_bytes=0 if request.inside is None else request.into.piece_bytes,
             is_checked=self._is_checked,
+            proof=request.ticket.proof,
         )
 
     def stop(self, error: KvoltError) -> None:

@@ -24,7 +24,7 @@ from kvolt.transfer.memory.device_memory import DeviceHandle
 from kvolt.transfer.memory.slabs import SlabInfo
 from kvolt.transfer.paths.capabilities import PathCapabilities
 
-VERSION = 4
+VERSION = 5
 MAX_FRAME_BYTES = 32 << 20
 """After the handshake."""
 MAX_GREETING_BYTES = 4096
@@ -37,6 +37,7 @@ SECRET_BYTES = 16
 """Of an offer's ticket, random."""
 Secret = Annotated[bytes, msgspec.Meta(max_length=SECRET_BYTES)]
 """Names an offer: holders of its ticket may read it."""
+Proof = Annotated[bytes, msgspec.Meta(max_length=64)]
 CUDA_IPC = "cuda-ipc"
 """Path on which a device maps another process's memory."""
 CHUNK = struct.Struct("<QIIII")
@@ -63,6 +64,8 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
     secret: Secret
     slab: SlabInfo
     num_blocks: int
+    proof: Proof = b""
+    """`core.request.reader_proof` of the process that reads; empty if any process may."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -96,6 +99,7 @@ class Fetch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Offsets inside a block (packed int64); empty for whole blocks."""
     piece_bytes: int = 0
     is_checked: bool = True
+    proof: Proof = b""
 
 
 class SharedSlab(msgspec.Struct, frozen=True, tag=True):
@@ -149,6 +153,7 @@ class Declined(msgspec.Struct, frozen=True, tag=True):
     """The ticket will not be used."""
 
     secret: Secret
+    proof: Proof = b""
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -247,3 +252,8 @@ def decode_ticket(data: bytes) -> Ticket:
         return _decode_ticket(data)
     except MALFORMED as error:
         raise ProtocolError(f"malformed ticket: {error}", rule="ticket") from None
+
+
+def bind_ticket(data: bytes, proof: bytes) -> bytes:
+    """The ticket for the process of this proof. ProtocolError if malformed."""
+    return encode_ticket(msgspec.structs.replace(decode_ticket(data), proof=proof)) if proof else data

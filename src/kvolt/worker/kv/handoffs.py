@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ import msgspec
 from kvolt.core.delta import StageTimes
 from kvolt.core.errors import InvalidRequest, KvoltError, Unsupported
 from kvolt.core.ids import BlockKey, InstanceId, RequestId, SequenceHash
-from kvolt.core.request import Handoff, Rendezvous, Request
+from kvolt.core.request import READER_KEY_BYTES, Handoff, Rendezvous, Request
 from kvolt.engines.contract import KvAllocation, Prefill
 from kvolt.runtime.plane.wire import MALFORMED
 from kvolt.runtime.tasks import TaskGroup
@@ -128,7 +129,8 @@ class Handoffs:
             # The offer must end before the engine releases the blocks; otherwise reused blocks could be sent.
             hold_s = handoff.expires_in_s or self._pull_s
             left_s = hold_s - (self._now() - prefilled_at) - min(_MARGIN_S, hold_s / 4)
-            offer = self._mover.offer(held.blocks, held.keys, max(left_s, 0.0))
+            reader_key = secrets.token_bytes(READER_KEY_BYTES)
+            offer = self._mover.offer(held.blocks, held.keys, max(left_s, 0.0), reader_key)
         except BaseException:
             self._task_group.start(self._engine.release_prefill(request.request_id), "release")
             raise
@@ -136,6 +138,7 @@ class Handoffs:
         self._task_group.start(self._release_after(offer, request.request_id), f"offer {request.request_id}")
         self.stats.num_sent += 1
         ticket = HandoffTicket(offer.ticket, held.keys, held.hashes)
+        handoff = msgspec.structs.replace(handoff, reader_key=reader_key)
         return _with_ticket(handoff, request, instance, _encode(ticket))
 
     # --- decode-first
@@ -255,32 +258,32 @@ class Handoffs:
             allocation = await self._engine.allocate_kv(ticket.keys, ticket.hashes)
         except KvoltError as error:
             self._count_failure(error)
-            self._decline(ticket)
+            self._decline(ticket, handoff.reader_proof)
             return _NOTHING
         self.stats.num_received += 1
         if not allocation.blocks:
             if allocation.num_present < len(ticket.names):
                 self.stats.failures["no_room"] += 1
-            self._decline(ticket)
+            self._decline(ticket, handoff.reader_proof)
             return _NOTHING
         pulled = _NOTHING
         kept_for: RequestId | None = None  # stays None if this is cancelled
         try:
-            pulled = await self._pull(ticket, allocation)
+            pulled = await self._pull(ticket, handoff.reader_proof, allocation)
             kept_for = keep_for
         finally:
             await self._settling.settle(allocation, pulled.num_blocks, kept_for)
         return pulled
 
-    async def _pull(self, ticket: HandoffTicket, allocation: KvAllocation) -> PullResult:
+    async def _pull(self, ticket: HandoffTicket, proof: bytes, allocation: KvAllocation) -> PullResult:
         started_at = self._now()
         try:
             path = await self._mover.pull(
-                ticket.transfer, allocation.num_present, ticket.keys, allocation.blocks, self._pull_s
+                ticket.transfer, allocation.num_present, ticket.keys, allocation.blocks, self._pull_s, proof
             )
         except KvoltError as error:
             self._count_failure(error)
-            self._decline(ticket)
+            self._decline(ticket, proof)
             return _NOTHING
         num_blocks = len(allocation.blocks)
         pulled = PullResult(num_blocks, num_blocks * self._mover.block_bytes, path, self._now() - started_at)
@@ -294,9 +297,9 @@ class Handoffs:
         if request_id not in self._offers:
             self._settling.release_kept(request_id)
 
-    def _decline(self, ticket: HandoffTicket) -> None:
+    def _decline(self, ticket: HandoffTicket, proof: bytes) -> None:
         with contextlib.suppress(KvoltError):  # an invalid ticket has no peer to notify
-            self._mover.decline(ticket.transfer)
+            self._mover.decline(ticket.transfer, proof)
 
     def _count_blocks(self, num_blocks: int, path: str) -> None:
         self.stats.num_blocks += num_blocks

@@ -20,7 +20,7 @@ from kvolt.runtime.tasks import TaskGroup
 from kvolt.transfer.agent import OfferHandle, Operation, TransferAgent
 from kvolt.transfer.memory.layout import SlabLayout, sources_for
 from kvolt.transfer.memory.slabs import Slab
-from kvolt.transfer.reads.wire import decode_ticket
+from kvolt.transfer.reads.wire import bind_ticket, decode_ticket
 
 _SEED_BYTES = 8
 _MAX_RANKS = 1024
@@ -37,12 +37,23 @@ class KvMover(Protocol):
     @property
     def block_bytes(self) -> int: ...
 
-    def offer(self, blocks: Sequence[int], keys: Sequence[BlockKey], timeout_s: float) -> KvOffer:
-        """Offer blocks to the holder of the ticket, once. They must not change until the offer is done."""
+    def offer(
+        self, blocks: Sequence[int], keys: Sequence[BlockKey], timeout_s: float, reader_key: bytes = b""
+    ) -> KvOffer:
+        """Offer blocks to the holder of the ticket, once. They must not change until the offer is done.
+
+        `reader_key`: the reader also needs the proof of this key for its identity (`core.request.reader_proof`).
+        """
         ...
 
     async def pull(
-        self, ticket: bytes, first: int, keys: Sequence[BlockKey], into: Sequence[int], timeout_s: float
+        self,
+        ticket: bytes,
+        first: int,
+        keys: Sequence[BlockKey],
+        into: Sequence[int],
+        timeout_s: float,
+        proof: bytes = b"",
     ) -> str:
         """Read the blocks of a ticket, from `first` on, into local blocks. Returns the transfer path.
 
@@ -50,7 +61,7 @@ class KvMover(Protocol):
         """
         ...
 
-    def decline(self, ticket: bytes) -> None:
+    def decline(self, ticket: bytes, proof: bytes = b"") -> None:
         """Release the offered blocks without reading them."""
         ...
 
@@ -109,12 +120,14 @@ class AgentMover:
     def block_bytes(self) -> int:
         return sum(slab.block_bytes for slab in self._slabs)
 
-    def offer(self, blocks: Sequence[int], keys: Sequence[BlockKey], timeout_s: float) -> KvOffer:
+    def offer(
+        self, blocks: Sequence[int], keys: Sequence[BlockKey], timeout_s: float, reader_key: bytes = b""
+    ) -> KvOffer:
         seeds = _seeds(keys)
         offers: list[OfferHandle] = []
         try:
             for slab in self._slabs:
-                offers.append(self._agent.offer(slab, blocks, timeout_s, seeds=seeds))
+                offers.append(self._agent.offer(slab, blocks, timeout_s, seeds, reader_key))
         except KvoltError:
             for offer in offers:
                 offer.cancel()
@@ -122,13 +135,19 @@ class AgentMover:
         return _RankOffers(offers)
 
     async def pull(
-        self, ticket: bytes, first: int, keys: Sequence[BlockKey], into: Sequence[int], timeout_s: float
+        self,
+        ticket: bytes,
+        first: int,
+        keys: Sequence[BlockKey],
+        into: Sequence[int],
+        timeout_s: float,
+        proof: bytes = b"",
     ) -> str:
         now = asyncio.get_running_loop().time
         ends_at = now() + timeout_s
         positions = range(first, first + len(into))
         seeds = _seeds([keys[each] for each in positions])
-        tickets = _read_tickets(ticket)
+        tickets = _read_tickets(ticket, proof)
         slabs_by_ticket = _slabs_by_ticket(tickets, self._slabs)
         paths: set[str] = set()
         for turn in range(max(map(len, slabs_by_ticket.values()))):
@@ -157,9 +176,9 @@ class AgentMover:
                 self._agent.decline(replica)
         return "+".join(sorted(paths))
 
-    def decline(self, ticket: bytes) -> None:
+    def decline(self, ticket: bytes, proof: bytes = b"") -> None:
         with contextlib.suppress(ProtocolError):  # an invalid ticket has no peer to notify
-            for each in _read_tickets(ticket):
+            for each in _read_tickets(ticket, proof):
                 self._agent.decline(each)
 
     @property
@@ -189,13 +208,13 @@ class _RankOffers:
             await offer.wait_done()
 
 
-def _read_tickets(data: bytes) -> tuple[bytes, ...]:
-    """Agent tickets per rank. ProtocolError if malformed."""
+def _read_tickets(data: bytes, proof: bytes) -> tuple[bytes, ...]:
+    """Agent tickets per rank, with the proof of this reader. ProtocolError if malformed."""
     try:
         tickets: tuple[bytes, ...] = _decode_tickets(data)
     except MALFORMED as error:
         raise ProtocolError(f"malformed ticket: {error}", rule="ticket") from None
-    return tickets
+    return tuple(bind_ticket(ticket, proof) for ticket in tickets)
 
 
 def _slabs_by_ticket(tickets: Sequence[bytes], ours: Sequence[Slab]) -> dict[bytes, list[Slab]]:

@@ -20,11 +20,12 @@ from kvolt.kv.shared_pool.wire import FetchBlocks, FetchResult
 from kvolt.runtime.endpoint.call import Deadlines, open_stream
 from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.runtime.endpoint.server import msgpack_decoder
-from kvolt.runtime.plane.port import Destination
+from kvolt.runtime.plane.port import Destination, IncomingStream
 from kvolt.runtime.runtime import Runtime
 
 _DEADLINES = Deadlines(connect_s=1.0, first_s=5.0, between_s=20.0, total_s=20.0)
 
+_decode_request = msgpack_decoder(FetchBlocks)
 _decode_result = msgspec.msgpack.Decoder(FetchResult).decode
 
 
@@ -43,13 +44,15 @@ class PeerWorkers:
 
     async def start(self) -> None:
         """Start to serve peers."""
-        server = self._runtime.server
-        server.register(
-            self._endpoint,
-            InstanceId(""),
-            server.wrap_generator(self._peer_server.serve, msgpack_decoder(FetchBlocks)),
-        )
+        self._runtime.server.register(self._endpoint, InstanceId(""), self._on_fetch)
         self._client = await self._runtime.client(self._generate)
+
+    def _on_fetch(self, stream: IncomingStream) -> None:
+        reader = "" if stream.peer_identity is None else stream.peer_identity.uri
+        serve = self._runtime.server.wrap_generator(
+            lambda request: self._peer_server.serve(request, reader), _decode_request
+        )
+        serve(stream)
 
     def connect(self, own_id: InstanceId) -> None:
         """Start to fetch blocks from peers."""

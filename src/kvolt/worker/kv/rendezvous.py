@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Annotated, Protocol
@@ -18,7 +19,7 @@ import msgspec
 
 from kvolt.core.errors import KvoltError, NotFound, ProtocolError
 from kvolt.core.ids import BlockKey
-from kvolt.core.request import Handoff, Rendezvous, Request
+from kvolt.core.request import READER_KEY_BYTES, Handoff, Rendezvous, Request, reader_proof
 from kvolt.engines.contract import KvAddressable, KvAllocation, KvMovable, Prefill
 from kvolt.runtime.plane.wire import MALFORMED
 from kvolt.worker.kv.mover import KvMessage, KvMover, KvOffer
@@ -44,6 +45,8 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
     ticket: bytes
     is_over: bool = False
     """Whether no further part comes."""
+    proof: bytes = b""
+    """Of the reader of the rendezvous."""
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -59,14 +62,18 @@ class PromptParts:
         self._mover = mover
         self._rendezvous = rendezvous
         self._hold_s = hold_s
+        self._reader_key = secrets.token_bytes(READER_KEY_BYTES)
+        self._proof = reader_proof(self._reader_key, rendezvous.reader)
         self._offers: list[KvOffer] = []
         self._messages: list[KvMessage] = []
 
     def announce(self, first: int = 0, blocks: Sequence[int] = (), keys: Sequence[BlockKey] = ()) -> None:
-        offer = self._mover.offer(blocks, keys, self._hold_s) if blocks else None
-        if offer is not None:
+        ticket = b""
+        if blocks:
+            offer = self._mover.offer(blocks, keys, self._hold_s, self._reader_key)
             self._offers.append(offer)
-        self._post(Part(first, len(blocks), b"" if offer is None else offer.ticket))
+            ticket = offer.ticket
+        self._post(Part(first, len(blocks), ticket, proof=self._proof))
 
     def end(self) -> None:
         """Announce that no further part comes."""
@@ -160,7 +167,7 @@ class PartReceiver:
             last = min(part.first + part.num_blocks, end)
             if last <= reached:
                 if part.num_blocks:
-                    self._mover.decline(part.ticket)
+                    self._mover.decline(part.ticket, part.proof)
                 continue
             if part.first > reached:
                 raise ProtocolError("a part of a prompt is missing", rule="parts in order")
@@ -172,9 +179,10 @@ class PartReceiver:
                     self._keys[part.first : part.first + part.num_blocks],
                     self._allocation.blocks[reached - begin : last - begin],
                     self._pull_s,
+                    part.proof,
                 )
             except KvoltError:
-                self._mover.decline(part.ticket)
+                self._mover.decline(part.ticket, part.proof)
                 raise
             self.moving_s += now() - started_at
             self.by_path[path] += last - reached
@@ -190,7 +198,7 @@ class PartReceiver:
             except KvoltError:
                 return
             if part.num_blocks:
-                self._mover.decline(part.ticket)
+                self._mover.decline(part.ticket, part.proof)
             reached = part.first + part.num_blocks
 
     async def _next(self, limit_s: float) -> Part:

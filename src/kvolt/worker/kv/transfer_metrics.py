@@ -103,6 +103,12 @@ def _limits(agent: TransferAgent) -> Iterator[Metric]:
             "Connections refused because of a limit",
             agent.num_refused,
         ),
+        (
+            CounterMetricFamily,
+            "refused_reads",
+            "Tickets that a peer presented and that were made for another process",
+            agent.num_refused_reads,
+        ),
     ):
         yield kind(f"kvolt_transfer_{name}", text, value)
     if not agent.handshakes:

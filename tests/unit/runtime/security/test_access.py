@@ -3,6 +3,7 @@
 import asyncio
 from pathlib import Path
 
+import msgspec
 import pytest
 from tests.unit.runtime.security.test_secure_network import credentials
 
@@ -40,7 +41,7 @@ def identity(role: ProcessRole) -> Identity:
 
 def instance_of(component: str, endpoint: str, name: str = "id") -> Instance:
     address = EndpointAddress("default", component, endpoint)
-    return Instance(id=InstanceId(name), endpoint=address, address="10.0.0.5:1")
+    return Instance(id=InstanceId(name), endpoint=address, address="10.0.0.5:1", identity="kvolt://worker/a")
 
 
 def test_the_join_server_is_known_by_its_prefix() -> None:
@@ -91,7 +92,8 @@ def test_others_may_call_and_register_all(role: ProcessRole) -> None:
     ],
 )
 def test_registrations_by_role(role: ProcessRole, component: str, endpoint: str, allowed: bool) -> None:
-    instance = instance_of(component, endpoint)
+    own = identity(role).uri
+    instance = msgspec.structs.replace(instance_of(component, endpoint), identity=own)
     if allowed:
         check_registration(identity(role), instance.key, encode_instance(instance))
     else:
@@ -104,6 +106,8 @@ def test_a_registration_describes_the_instance_of_its_key() -> None:
     for value in (
         encode_instance(instance_of("m-decode-1", "generate", "victim")),
         encode_instance(instance_of("router", "route")),
+        encode_instance(msgspec.structs.replace(own, identity="kvolt://worker/victim")),
+        encode_instance(msgspec.structs.replace(own, identity="")),
         b"not an instance",
     ):
         with pytest.raises(AccessDenied, match="another instance"):
