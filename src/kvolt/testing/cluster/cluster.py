@@ -60,6 +60,7 @@ from kvolt.testing.cluster.members import (
     NAMESPACE,
     Member,
     ObservedEvents,
+    identity_of,
     role_target,
     sim_engine,
     tiering_factory,
@@ -111,7 +112,7 @@ class Cluster:
             profile=LinkProfile(latency_s=0.0005, jitter_s=0.0005, rechunk=True),
             log=self.note,
         )
-        self.board = KvBoard(self._is_linked, random.Random(f"{seed}/kv"))
+        self.board = KvBoard(self._is_linked, random.Random(f"{seed}/kv"), self.fail)
         self.kv = KvCheck(self.fail, BLOCK_SIZE)
         self._routers_of: dict[str, Callable[[], Sequence[Router]]] = {}
         """Routers of each running process."""
@@ -294,8 +295,11 @@ class Cluster:
             self._publishers[publisher] = name
             return ObservedEvents(self._bus, publisher, self.kv)
 
-        plane = tcp_plane(process.network, _CONNECTION)
-        return Ports(process.clock, rng, process.network, process.blocking, plane, discovery, events)
+        network, clock = process.network, process.clock
+        network.identity = identity_of(name) if self.shape.has_identities else None
+        plane = tcp_plane(network, _CONNECTION)
+        own = network.identity
+        return Ports(clock, rng, network, process.blocking, plane, discovery, events, identity=own)
 
     async def _serve_join(self, runtime: Runtime) -> None:
         join = JoinServer(runtime.discovery, runtime.ports.clock, settle_s=2 * TTL_S)
@@ -329,7 +333,7 @@ class Cluster:
 
     def _new_mover(self, name: str, engine: KvAddressable) -> VirtualMover:
         assert isinstance(engine, SimEngine)
-        return VirtualMover(self.board, name, engine._memory, BLOCK_BYTES)
+        return VirtualMover(self.board, name, engine._memory, BLOCK_BYTES, self.network.host(name).identity)
 
     async def _route(self, runtime: Runtime) -> None:
         """Router process for all frontends."""

@@ -18,7 +18,9 @@ from xxhash import xxh3_64_intdigest
 
 from kvolt.core.errors import DeadlineExceeded, NotFound, TransferFailed
 from kvolt.core.ids import BlockKey
+from kvolt.core.request import reader_proof
 from kvolt.kv import BlockId
+from kvolt.runtime.security.identity import Identity
 
 _BLOCK_S = 0.003
 _POLL_S = 0.05
@@ -36,9 +38,12 @@ class Memory(Protocol):
 class KvBoard:
     """Offers and messages of all workers of a cluster."""
 
-    def __init__(self, is_linked: Callable[[str, str], bool], rng: random.Random) -> None:
-        """`is_linked` returns whether bytes pass between two processes now."""
+    def __init__(
+        self, is_linked: Callable[[str, str], bool], rng: random.Random, fail: Callable[[str], None]
+    ) -> None:
+        """`is_linked` returns whether bytes pass between two processes now. `fail`: reports a violation."""
         self.is_linked = is_linked
+        self._fail = fail
         self._rng = rng
         self._numbers = count(1)
         self._offers: dict[int, _Offer] = {}
@@ -74,9 +79,12 @@ class KvBoard:
             return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
         return data
 
-    def add(self, owner: str, memory: Memory, blocks: Sequence[int], timeout_s: float) -> _Offer:
+    def add(
+        self, owner: str, memory: Memory, blocks: Sequence[int], timeout_s: float, reader_key: bytes
+    ) -> _Offer:
         number = next(self._numbers)
         offer = self._offers[number] = _Offer(self, number, owner, memory, tuple(blocks), timeout_s)
+        offer.reader_key = reader_key
         return offer
 
     def find(self, ticket: bytes) -> _Offer:
@@ -84,6 +92,11 @@ class KvBoard:
         if offer is None:
             raise NotFound("the offer has ended", kind="ticket", name=ticket.decode())
         return offer
+
+    def check_reader(self, offer: _Offer, proof: bytes, reader: Identity) -> None:
+        """Every ticket that a worker gets is for this worker."""
+        if proof != reader_proof(offer.reader_key, reader.uri):
+            self._fail(f"{reader.process} got a ticket of {offer.owner} that is for another worker")
 
     def remove(self, number: int) -> None:
         self._offers.pop(number, None)
@@ -151,6 +164,7 @@ class _Offer(_Expiring):
         self.memory = memory
         self.blocks = blocks
         self.is_read = False
+        self.reader_key = b""
 
     @property
     def ticket(self) -> bytes:
@@ -183,7 +197,16 @@ class _Message(_Expiring):
 class VirtualMover:
     """The `KvMover` of one worker."""
 
-    def __init__(self, board: KvBoard, owner: str, memory: Memory, block_bytes: int) -> None:
+    def __init__(
+        self,
+        board: KvBoard,
+        owner: str,
+        memory: Memory,
+        block_bytes: int,
+        identity: Identity | None = None,
+    ) -> None:
+        """`identity`: of the owner, in a cluster that checks access."""
+        self._identity = identity
         self._board = board
         self._owner = owner
         self._memory = memory
@@ -193,13 +216,23 @@ class VirtualMover:
     def address(self) -> str:
         return self._owner
 
-    def offer(self, blocks: Sequence[int], keys: Sequence[BlockKey], timeout_s: float) -> _Offer:
-        return self._board.add(self._owner, self._memory, blocks, timeout_s)
+    def offer(
+        self, blocks: Sequence[int], keys: Sequence[BlockKey], timeout_s: float, reader_key: bytes = b""
+    ) -> _Offer:
+        return self._board.add(self._owner, self._memory, blocks, timeout_s, reader_key)
 
     async def pull(
-        self, ticket: bytes, first: int, keys: Sequence[BlockKey], into: Sequence[int], timeout_s: float
+        self,
+        ticket: bytes,
+        first: int,
+        keys: Sequence[BlockKey],
+        into: Sequence[int],
+        timeout_s: float,
+        proof: bytes = b"",
     ) -> str:
         offer = self._board.find(ticket)
+        if self._identity is not None:
+            self._board.check_reader(offer, proof, self._identity)
         try:
             async with asyncio.timeout(timeout_s):
                 await self._read(offer, first, keys, into)
@@ -225,7 +258,7 @@ class VirtualMover:
             self._memory.write(BlockId(block), data)
             self._board.num_moved += 1
 
-    def decline(self, ticket: bytes) -> None:
+    def decline(self, ticket: bytes, proof: bytes = b"") -> None:
         try:
             offer = self._board.find(ticket)
         except NotFound:

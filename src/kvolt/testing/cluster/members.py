@@ -23,6 +23,7 @@ from kvolt.router.registry import NewRouter
 from kvolt.runtime.config.router_settings import RouterSettings
 from kvolt.runtime.events.mem import MemBus, MemEvents
 from kvolt.runtime.runtime import Runtime
+from kvolt.runtime.security.identity import Identity, ProcessRole
 from kvolt.testing.cluster.checked_router import CheckedRouter
 from kvolt.testing.cluster.client_requests import BLOCK_SIZE, MODEL
 from kvolt.testing.cluster.kv_check import KvCheck
@@ -31,6 +32,14 @@ from kvolt.worker.kv.tiering import TieredEngine, Tiering, TieringFactory
 from kvolt.worker.worker import Worker
 
 NAMESPACE = "twin"
+
+
+_ROLES = {"w": ProcessRole.WORKER, "r": ProcessRole.ROUTER}
+"""By the first letter of a process's name; the others are frontends."""
+
+
+def identity_of(name: str) -> Identity:
+    return Identity.of(_ROLES.get(name[0], ProcessRole.FRONTEND), name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,8 @@ from kvolt.core.request import Role
 
 _STALLS_EVERY = 8
 """One of this many seeds has no faults but stalls."""
+_IDENTITIES_EVERY = 3
+"""One of this many seeds checks the access of processes; coprime to the one above."""
 
 
 class Flow(StrEnum):
@@ -37,6 +39,8 @@ class ClusterShape(msgspec.Struct, frozen=True, kw_only=True):
     disk_blocks: int = 0
     only_stalls: bool = False
     """Only stalls as faults: no request may fail."""
+    has_identities: bool = False
+    """Processes have identities with roles, as with a cluster key, and their access is checked."""
 
     @property
     def main_role(self) -> Role:
@@ -65,4 +69,5 @@ def draw_shape(seed: int) -> ClusterShape:
         host_blocks=host_blocks,
         disk_blocks=rng.choice((0, 64)) if host_blocks else 0,
         only_stalls=seed % _STALLS_EVERY == _STALLS_EVERY - 1,
+        has_identities=seed % _IDENTITIES_EVERY == 0,
     )

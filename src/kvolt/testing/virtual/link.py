@@ -190,9 +190,9 @@ class VirtualTransport(asyncio.Transport):
     into: Pipe
 
     def __init__(
-        self, host: LinkHost, port: int, peer: tuple[str, int], context: contextvars.Context
+        self, host: LinkHost, port: int, peer: tuple[str, int], context: contextvars.Context, cert: object
     ) -> None:
-        super().__init__({"sockname": (host.name, port), "peername": peer, "socket": None})
+        super().__init__({"sockname": (host.name, port), "peername": peer, "peercert": cert, "socket": None})
         self.host = host
         self.address = join_address(host.name, port)
         self.context = context

@@ -16,6 +16,7 @@ import msgspec
 
 from kvolt.core.errors import ConfigError, ConnectFailed, NotFound
 from kvolt.runtime.network import Listener, ProtocolFactory, join_address, split_address
+from kvolt.runtime.security.identity import Identity
 from kvolt.testing.virtual.link import Kind, LinkProfile, Pipe, Route, VirtualTransport
 
 _DYNAMIC_PORTS = range(49152, 65536)
@@ -44,6 +45,8 @@ class VirtualHost:
 
     def __init__(self, network: VirtualNetwork, name: str) -> None:
         self.name = name
+        self.identity: Identity | None = None
+        """Identity that the peers of its connections see; None as without TLS."""
         self.alive = True
         self.answers = True
         """False after a silent crash: connection attempts get no response."""
@@ -54,6 +57,11 @@ class VirtualHost:
         self.listeners: dict[int, _VirtualListener] = {}
         self._network = network
         self._next_port = 0
+
+    @property
+    def certificate(self) -> object:
+        """As of `ssl.SSLObject.getpeercert`."""
+        return None if self.identity is None else {"subjectAltName": (("URI", self.identity.uri),)}
 
     def wake(self) -> None:
         self.paused = False
@@ -281,8 +289,11 @@ class VirtualNetwork:
     def link(self, host: VirtualHost, port: int, listener: _VirtualListener) -> VirtualTransport:
         """Create a connection; return its client end. The other end opens when the first segment arrives."""
         peer = listener.host
-        client = VirtualTransport(host, port, (peer.name, listener.port), contextvars.copy_context())
-        server = VirtualTransport(peer, listener.port, (host.name, port), listener.context.copy())
+        name = (peer.name, listener.port)
+        client = VirtualTransport(host, port, name, contextvars.copy_context(), peer.certificate)
+        server = VirtualTransport(
+            peer, listener.port, (host.name, port), listener.context.copy(), host.certificate
+        )
         loop, route = asyncio.get_running_loop(), self.route(host, peer)
         client.out = server.into = Pipe(self, route, loop, client, server)
         server.out = client.into = Pipe(self, route, loop, server, client)

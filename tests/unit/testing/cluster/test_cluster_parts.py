@@ -16,7 +16,7 @@ from kvolt.core.endpoints import EndpointAddress, Instance
 from kvolt.core.errors import DeadlineExceeded, NotFound, TransferFailed
 from kvolt.core.ids import BlockKey, InstanceId, RequestId
 from kvolt.core.kv_events import Cleared, KvChange, KvEvent, KvEventBatch, Removed, Stored, Tier, digest_of
-from kvolt.core.request import Request, StopConditions
+from kvolt.core.request import Request, StopConditions, reader_proof
 from kvolt.engines.sim.kv import BLOCK_BYTES, ExpectedKv, SimMemory, key_context
 from kvolt.kv import BlockId
 from kvolt.kv.tiers.tier_thread import TierThread
@@ -32,6 +32,7 @@ from kvolt.router.ingest.feed import (
 )
 from kvolt.router.ingest.slots import InstanceSlots
 from kvolt.router.port import Decision
+from kvolt.runtime.security.identity import Identity, ProcessRole
 from kvolt.testing.cluster.checked_router import CheckedRouter
 from kvolt.testing.cluster.kv_check import BlockContents, EventReplicas, KvCheck
 from kvolt.testing.cluster.kv_mover import KvBoard, VirtualMover
@@ -48,7 +49,8 @@ class Pair:
 
     def __init__(self) -> None:
         self.is_linked = True
-        self.board = KvBoard(lambda first, second: self.is_linked, random.Random(1))
+        self.violations: list[str] = []
+        self.board = KvBoard(lambda first, second: self.is_linked, random.Random(1), self.violations.append)
         self.ours, self.theirs = SimMemory(), SimMemory()
         for number in range(3):
             self.ours.compute(BlockId(number), bytes([number + 1]) * 16)
@@ -281,3 +283,17 @@ def test_seeds_draw_every_kind_of_cluster() -> None:
     for feature in ("has_router_process", "host_blocks", "disk_blocks", "only_stalls"):
         assert 10 < sum(bool(getattr(shape, feature)) for shape in shapes) < 190
     assert {shape.num_frontends for shape in shapes} == {1, 2}
+
+
+def test_a_ticket_of_another_worker_is_a_violation() -> None:
+    async def main() -> None:
+        pair = Pair()
+        reader = Identity.of(ProcessRole.WORKER, "d0")
+        offer = pair.owner.offer([0], KEYS, 5.0, b"k" * 16)
+        pair.board.check_reader(offer, reader_proof(b"k" * 16, reader.uri), reader)
+        assert not pair.violations
+        pair.board.check_reader(offer, reader_proof(b"k" * 16, "kvolt://worker/d1"), reader)
+        assert len(pair.violations) == 1
+        offer.cancel()
+
+    run_virtual(main)
