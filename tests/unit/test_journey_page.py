@@ -156,7 +156,7 @@ async def serving(model: Path, roles: Sequence[Role]) -> AsyncIterator[str]:
             blocking,
             tcp_plane(network),
             lambda plane: MemDiscovery(store, clock, rng),
-            lambda discovery: MemEvents(bus, new_id(rng)),
+            lambda discovery, plane, server: MemEvents(bus, new_id(rng)),
         )
         return Runtime(ports, ProcessOptions(name))
 

@@ -136,7 +136,7 @@ class LocalServer:
             blocking,
             tcp_plane(network),
             lambda plane: MemDiscovery(store, clock, self._rng),
-            lambda discovery: MemEvents(bus, new_id(self._rng)),
+            lambda discovery, plane, server: MemEvents(bus, new_id(self._rng)),
         )
         deadlines = Deadlines(first_s=_NO_DEADLINE_S, between_s=_NO_DEADLINE_S, total_s=_NO_DEADLINE_S)
         behind, front = (

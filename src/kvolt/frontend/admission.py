@@ -29,22 +29,24 @@ class LatestLoads:
     """Latest load report of each worker."""
 
     def __init__(self) -> None:
-        self._loads: dict[str, WorkerLoad] = {}
+        self._loads: dict[tuple[str, str], WorkerLoad] = {}
+        """By instance id and identity of the process that reported: another one cannot report in its name."""
 
-    def get(self, instance_id: str) -> WorkerLoad | None:
-        return self._loads.get(instance_id)
+    def get(self, instance: Instance) -> WorkerLoad | None:
+        return self._loads.get((instance.id, instance.identity))
 
-    def update(self, report: LoadReport) -> None:
-        self._loads.pop(report.instance, None)
+    def update(self, report: LoadReport, identity: str = "") -> None:
+        key = report.instance, identity
+        self._loads.pop(key, None)
         if len(self._loads) >= _MAX_WORKERS:
             del self._loads[next(iter(self._loads))]  # the longest silent worker is the likeliest to be gone
-        self._loads[report.instance] = report.load
+        self._loads[key] = report.load
 
     async def subscribe(self, events: EventPlane) -> None:
         """Apply load reports until cancelled or until the event plane closes."""
         async for event in events.subscribe(LOAD_TOPIC):
             try:
-                self.update(_decode_report(event.payload))
+                self.update(_decode_report(event.payload), event.identity)
             except MALFORMED:
                 log.debug("ignoring undecodable load report: publisher=%s", event.publisher)
 
@@ -105,7 +107,7 @@ class Admission:
         if threshold is None or not candidates:
             return
         for instance in candidates:
-            load = self._loads.get(instance.id)
+            load = self._loads.get(instance)
             if load is None or not is_busy(load, threshold, max_batch_tokens):
                 return
         raise Overloaded(

@@ -12,7 +12,7 @@ import logging
 import msgspec
 
 from kvolt.core.endpoints import LOAD_TOPIC
-from kvolt.core.errors import KvoltError
+from kvolt.core.errors import KvoltError, Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.core.load import LoadReport
 from kvolt.router.gossip.link import GossipLink
@@ -105,6 +105,13 @@ class EventFedRouter(KvRouter):
     async def _read_loads(self) -> None:
         async for event in self._load_events:
             try:
-                self.on_report(_decode_report(event.payload))
-            except MALFORMED as error:
+                report = _decode_report(event.payload)
+                instance = self._client.get_instance(InstanceId(report.instance))
+            except (
+                *MALFORMED,
+                Unavailable,
+            ) as error:  # Unavailable: of another endpoint, or not registered yet
                 log.debug("load report dropped: %s", error)
+                continue
+            if not self.ingest.forged.is_forged(event, instance):
+                self.on_report(report)

@@ -208,6 +208,11 @@ _COUNTERS: tuple[_Value, ...] = (
         "Times that the index of a worker was flagged as unreliable",
         lambda it: it.prefix_index.health.num_flaggings,
     ),
+    (
+        "forged_events",
+        "Events about a worker that another process published",
+        lambda it: it.ingest.forged.num_events,
+    ),
 )
 
 _GAUGES: tuple[_Value, ...] = (

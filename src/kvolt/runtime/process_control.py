@@ -11,7 +11,8 @@ from kvolt.core.errors import KvoltError, Unsupported
 
 STATUS_ENDPOINT = "kvolt.process.status"
 CONTROL_ENDPOINT = "kvolt.process.control"
-"""Served by every process at its address, without registration."""
+EVENTS_ENDPOINT = "kvolt.process.events"
+"""Served by every process at its address, without registration; `events` with a cluster key only."""
 
 MAX_CONTROL_S = 86_400.0
 """Maximum time that a process may take to drain."""

@@ -61,7 +61,7 @@ class Ports:
     blocking: Blocking
     plane: PlaneFactory
     discovery: Callable[[RequestPlane], Discovery]
-    events: Callable[[Discovery], EventPlane]
+    events: Callable[[Discovery, RequestPlane, EndpointServer], EventPlane]
     credentials: Credentials | None = None
     """For connections to other processes of the cluster; None without a cluster key."""
     identity: Identity | None = None
@@ -105,7 +105,7 @@ class Runtime:
         self.server = EndpointServer()
         self.plane = ports.plane(new_id(ports.rng), self.server.on_open)
         self.discovery = ports.discovery(self.plane)
-        self.events = ports.events(self.discovery)
+        self.events = ports.events(self.discovery, self.plane, self.server)
         self.admin_address: str | None = None
         self.commands: dict[str, Command] = {}
         """Commands by name, registered by components that own KV or LoRA adapters."""

@@ -16,7 +16,9 @@ from kvolt.runtime.discovery.file import FileDiscovery
 from kvolt.runtime.discovery.mem import MemDiscovery, MemStore
 from kvolt.runtime.discovery.port import Discovery
 from kvolt.runtime.endpoint.call import Deadlines
+from kvolt.runtime.endpoint.server import EndpointServer
 from kvolt.runtime.events.mem import MemBus, MemEvents
+from kvolt.runtime.events.plane_events import PlaneEventOptions, PlaneEvents
 from kvolt.runtime.events.port import EventPlane
 from kvolt.runtime.events.subscriber_queue import EventCounters
 from kvolt.runtime.events.zmq_plane import ZmqEvents
@@ -295,7 +297,7 @@ def make_ports(
                 thread = blocking.dedicated("discovery")
                 return FileDiscovery(path, clock, thread, rng, settings.discovery.poll_s, on_state=on_state)
 
-    def events(discovery: Discovery) -> EventPlane:
+    def events(discovery: Discovery, plane: RequestPlane, server: EndpointServer) -> EventPlane:
         counters = EventCounters(
             published=lambda topic, number: metrics.events_published[topic].inc(number),
             received=lambda topic, number: metrics.events_received[topic].inc(number),
@@ -306,6 +308,12 @@ def make_ports(
         publisher = new_id(rng)
         if settings.events.kind == "mem":
             return MemEvents(MemBus(), publisher, counters)
+        if credentials is not None:
+            plane_options = PlaneEventOptions(
+                namespace=settings.namespace, lease_ttl_s=settings.discovery.ttl_s
+            )
+            own = credentials.identity
+            return PlaneEvents(plane_options, publisher, own, discovery, plane, server, counters)
         advertise = settings.runtime.advertise
         local = is_loopback(settings.events.host)
         options = ZmqOptions(
@@ -314,9 +322,7 @@ def make_ports(
             advertise_host=split_host(advertise)[0] if advertise else None,
             lease_ttl_s=settings.discovery.ttl_s,
         )
-        if credentials is not None:
-            credentials.check_event_secrets()
-        return ZmqEvents(options, publisher, discovery, counters, credentials)
+        return ZmqEvents(options, publisher, discovery, counters)
 
     internal = _internal_network(settings, metrics, clock, credentials, identity.role)
     plane = tcp_plane(internal, connection_options(settings))

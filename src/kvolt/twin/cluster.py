@@ -313,7 +313,7 @@ class TwinCluster:
             process.blocking,
             tcp_plane(process.network, _CONNECTIONS),
             lambda plane: MemDiscovery(self._store, process.clock, rng),
-            lambda discovery: MemEvents(self._bus, new_id(rng)),
+            lambda discovery, plane, server: MemEvents(self._bus, new_id(rng)),
         )
         runtime = Runtime(ports, ProcessOptions(name=name, listen=f"{name}:0"))
         self._runtimes.append(runtime)

@@ -167,7 +167,7 @@ class Lab:
             process.blocking,
             tcp_plane(process.network),
             lambda plane: MemDiscovery(self.store, process.clock, process.rng),
-            lambda discovery: MemEvents(self.bus, new_id(process.rng)),
+            lambda discovery, plane, server: MemEvents(self.bus, new_id(process.rng)),
         )
         runtime = Runtime(ports, ProcessOptions(name, listen=f"{name}:0", deadlines=deadlines))
         await runtime.start()

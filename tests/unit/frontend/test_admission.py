@@ -114,6 +114,17 @@ def test_a_request_is_refused_only_when_all_workers_are_busy() -> None:
     door.check("m", workers, 1000)
 
 
+def test_a_report_of_another_process_makes_no_worker_busy() -> None:
+    loads, own = WorkerLoads(), msgspec.structs.replace(instance("a"), identity="kvolt://worker/a")
+    door = Admission(loads, 10)
+    door.set_threshold(BusyThreshold(model="m", active_decode_blocks_threshold=0.5))
+    loads.update(report("a", 90), "kvolt://worker/rogue")
+    door.check("m", [own], 1000)
+    loads.update(report("a", 90), own.identity)
+    with pytest.raises(Overloaded):
+        door.check("m", [own], 1000)
+
+
 def test_what_is_left_out_of_a_threshold_stays() -> None:
     door = Admission(LatestLoads(), 10)
     assert door.threshold("m") == BusyThreshold(model="m")
@@ -133,8 +144,8 @@ def test_the_memory_for_workers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> N
         loads.update(report(name))
     loads.update(report("a", 5))  # heard of again, so it is not the longest silent
     loads.update(report("d"))
-    assert [loads.get(name) is not None for name in "abcd"] == [True, False, True, True]
-    assert loads.get("a") == load(5)
+    assert [loads.get(instance(name)) is not None for name in "abcd"] == [True, False, True, True]
+    assert loads.get(instance("a")) == load(5)
 
 
 def test_loads_come_over_the_event_plane_and_garbage_is_skipped() -> None:
@@ -151,7 +162,7 @@ def test_loads_come_over_the_event_plane_and_garbage_is_skipped() -> None:
             theirs.publish(LOAD_TOPIC, payload)
         theirs.publish(LOAD_TOPIC, msgspec.msgpack.encode(report("a", 9)))
         await asyncio.sleep(0.1)
-        assert loads.get("a") == load(9)
+        assert loads.get(instance("a")) == load(9)
         assert len(task_group) == 1
         await task_group.close()
         await mine.close()

@@ -110,7 +110,7 @@ class WorkerFleet:
         ports = replace(
             main.ports,
             discovery=lambda plane: _SharedDiscovery(main.discovery, lease),
-            events=lambda discovery: _SharedEvents(main.events),
+            events=lambda discovery, plane, server: _SharedEvents(main.events),
         )
         host = split_address(main.options.listen)[0]
         name = f"{main.options.name}-{number}"

@@ -23,12 +23,13 @@ from kvolt.core.kv_events import KvEventBatch
 from kvolt.router.index.prefix_index import BlockIndex
 from kvolt.router.ingest import feed
 from kvolt.router.ingest.feed import EventFeed, FeedState, IngestStats
+from kvolt.router.ingest.forged_events import ForgedEvents
 from kvolt.router.ingest.pools import POOL_RANKS, PoolSharing, WorkerPools, is_pool
 from kvolt.router.ingest.recovery import request_recovery
 from kvolt.router.ingest.slots import InstanceSlots
 from kvolt.runtime.endpoint.call import Deadlines
 from kvolt.runtime.endpoint.client import EndpointClient
-from kvolt.runtime.events.port import EventStream
+from kvolt.runtime.events.port import Event, EventStream
 from kvolt.runtime.plane.wire import MALFORMED
 from kvolt.runtime.runtime import Runtime
 from kvolt.runtime.tasks import TaskGroup
@@ -102,6 +103,7 @@ class KvIngest:
         self.slots_version = 0
         """Changes whenever a worker gains or loses its index slots."""
         self.stats = IngestStats()
+        self.forged = ForgedEvents()
 
     def start(self) -> None:
         """Subscribe before any snapshot is requested, so that no event in between is missed."""
@@ -244,14 +246,17 @@ class KvIngest:
 
     async def _read(self, stream: EventStream) -> None:
         async for event in stream:
-            self._on_payload(event.payload)
+            self._on_event(event)
 
-    def _on_payload(self, payload: bytes) -> None:
+    def _on_event(self, event: Event) -> None:
+        payload = event.payload
         try:
             sender = _decode_envelope(payload).instance
             source = None if sender is None else self._sources.get(sender)
             if source is None:
                 return  # of another endpoint, or not registered yet: a new worker is asked for a snapshot
+            if self.forged.is_forged(event, source.instance):
+                return
             batch = _decode_batch(payload)
         except MALFORMED as error:
             self.stats.num_malformed += 1

@@ -233,7 +233,8 @@ class EndpointClient:
             raise
         target = str(self.endpoint) if chosen.id in self._static else chosen.target
         try:
-            await open_call(self._plane, Destination(chosen.address, target), request, call, decode)
+            to = Destination(chosen.address, target, chosen.identity)
+            await open_call(self._plane, to, request, call, decode)
         except NetworkFault as error:
             self._mark_unreachable(chosen.id, error)
             raise

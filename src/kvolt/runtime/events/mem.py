@@ -129,7 +129,11 @@ class MemBus:
 class MemEvents:
     """An event plane on a `MemBus`. Events published before start or after close are dropped and counted."""
 
-    def __init__(self, bus: MemBus, publisher: str, counters: EventCounters = NO_COUNTERS) -> None:
+    def __init__(
+        self, bus: MemBus, publisher: str, counters: EventCounters = NO_COUNTERS, identity: str = ""
+    ) -> None:
+        """`identity`: of the publisher, in its events."""
+        self._identity = identity
         self._bus = bus
         self._publisher = publisher
         self._counters = counters
@@ -148,7 +152,7 @@ class MemEvents:
         self._open = True
 
     def publish(self, topic: str, payload: bytes) -> None:
-        event = Event(topic, self._publisher, self._numbering.next(topic), payload)
+        event = Event(topic, self._publisher, self._numbering.next(topic), payload, identity=self._identity)
         if not self._open:
             self._counters.dropped(topic, 1)
             return

@@ -10,6 +10,8 @@ from typing import Protocol, Self
 
 import msgspec
 
+MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
+
 
 class Event(msgspec.Struct, frozen=True):
     """An event as delivered to a subscriber."""
@@ -20,6 +22,8 @@ class Event(msgspec.Struct, frozen=True):
     payload: bytes
     missed: int = 0
     """Events of this publisher and topic that were lost just before this one."""
+    identity: str = ""
+    """URI in the certificate of the publisher's process; empty without a cluster key."""
 
 
 class EventStream(Protocol):

@@ -1,24 +1,21 @@
 """The `zmq` event plane: no broker; each publisher binds a PUB socket and registers it in discovery.
 
-    publisher --put events/<namespace>/<publisher> = {address, version, public key}--> discovery
+    publisher --put events/<namespace>/<publisher> = {address, version}--> discovery
     subscriber --watch events/<namespace>/--> connects its SUB socket to every address
 
-`zmq_sockets` has both sockets and the format of messages, `curve` the keys that encrypt them.
+`zmq_sockets` has both sockets and the format of messages.
 """
 
 from __future__ import annotations
 
 import logging
-import random
-from contextlib import suppress
 
-import msgspec
 import zmq
 
-from kvolt.core.errors import DiscoveryLost, PayloadTooLarge, Unavailable
-from kvolt.runtime.discovery.port import Discovery, LeaseId
-from kvolt.runtime.endpoint.registration import RegisteredKey
-from kvolt.runtime.events.curve import Authenticator, EventSecrets, KeyPair
+from kvolt.core.errors import PayloadTooLarge, Unavailable
+from kvolt.runtime.discovery.port import Discovery
+from kvolt.runtime.events.port import MAX_PAYLOAD_BYTES
+from kvolt.runtime.events.registration import RegisteredPublisher, Registration, registrations_prefix
 from kvolt.runtime.events.subscriber_queue import (
     NO_COUNTERS,
     EventCounters,
@@ -27,13 +24,11 @@ from kvolt.runtime.events.subscriber_queue import (
     Subscriptions,
 )
 from kvolt.runtime.events.zmq_sockets import (
-    MAX_PAYLOAD_BYTES,
+    MESSAGE_VERSION,
     Receiver,
-    Registration,
     Sender,
     ZmqOptions,
     encode,
-    registrations_prefix,
 )
 from kvolt.runtime.tasks import TaskGroup
 
@@ -52,9 +47,7 @@ class ZmqEvents:
         publisher: str,
         discovery: Discovery,
         counters: EventCounters = NO_COUNTERS,
-        secrets: EventSecrets | None = None,
     ) -> None:
-        """`secrets`: encrypts events, and admits processes of the cluster only."""
         self._options = options
         self._publisher = publisher
         self._discovery = discovery
@@ -65,9 +58,8 @@ class ZmqEvents:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._sender: Sender | None = None
         self._receiver: Receiver | None = None
-        self._lease: LeaseId | None = None
-        self._secrets = secrets
-        self._authenticator: Authenticator | None = None
+        key = registrations_prefix(options.namespace) + publisher
+        self._registered = RegisteredPublisher(discovery, key, options.lease_ttl_s, self._task_group)
         self._started = False
 
     @property
@@ -84,46 +76,15 @@ class ZmqEvents:
         self._started = True
         self._context = zmq.Context()
         try:
-            self._sender = self._open_sender(self._context)
+            self._sender = Sender(self._context, self._options)
             for topic in self._subscriptions.topics:
                 self._subscribe(topic)
-            await self._register(self._sender.registration)
+            await self._registered.publish(Registration(self._sender.address, MESSAGE_VERSION))
+            if self._sender is None:
+                raise Unavailable("the event plane was closed while starting", reason="closed")
         except BaseException:
             await self.close()
             raise
-
-    def _open_sender(self, context: zmq.Context[zmq.Socket[bytes]]) -> Sender:
-        if self._secrets is None:
-            return Sender(context, self._options)
-        self._authenticator = Authenticator(
-            context, self._secrets.event_secrets, lambda: self._counters.rejected("subscriber", 1)
-        )
-        self._secrets.on_renewed(self._on_renewed)
-        return Sender(context, self._options, KeyPair.create())
-
-    def _on_renewed(self) -> None:
-        if self._secrets is None:
-            return
-        secrets = self._secrets.event_secrets
-        if self._authenticator is not None:
-            self._authenticator.accept(secrets)
-        if self._receiver is not None:
-            self._receiver.use_keys(KeyPair.of_secret(secrets[0]))
-
-    async def _register(self, registration: Registration) -> None:
-        self._lease = await self._discovery.lease(self._options.lease_ttl_s)
-        key = registrations_prefix(self._options.namespace) + self._publisher
-        registered = RegisteredKey(
-            self._discovery,
-            self._lease,
-            key,
-            self._task_group,
-            random.Random(self._publisher),
-            lambda missing: None,
-        )
-        await registered.publish(msgspec.msgpack.encode(registration))
-        if self._sender is None:
-            raise Unavailable("the event plane was closed while starting", reason="closed")
 
     def publish(self, topic: str, payload: bytes) -> None:
         if len(payload) > MAX_PAYLOAD_BYTES:
@@ -146,16 +107,9 @@ class ZmqEvents:
         self._subscriptions.close()
         try:
             await self._task_group.close()
-            await self._unregister()
+            await self._registered.close()
         finally:
             self._close_sockets()
-
-    async def _unregister(self) -> None:
-        lease, self._lease = self._lease, None
-        if lease is not None:
-            # If discovery is unreachable, the lease expires by itself.
-            with suppress(DiscoveryLost):
-                await self._discovery.revoke(lease)
 
     def _close_sockets(self) -> None:
         if self._receiver is not None:
@@ -164,9 +118,6 @@ class ZmqEvents:
         if self._sender is not None:
             self._sender.close()
             self._sender = None
-        if self._authenticator is not None:
-            self._authenticator.close()
-            self._authenticator = None
         if self._context is not None:
             self._context.term()
             self._context = None
@@ -175,8 +126,7 @@ class ZmqEvents:
         if self._context is None:
             return
         if self._receiver is None:
-            keys = None if self._secrets is None else KeyPair.of_secret(self._secrets.event_secrets[0])
-            self._receiver = Receiver(self._context, self._options, self._subscriptions, self._counters, keys)
+            self._receiver = Receiver(self._context, self._options, self._subscriptions, self._counters)
             self._task_group.start(self._receiver.follow_publishers(self._discovery), "follow")
         self._receiver.subscribe_topic(topic)
 

@@ -20,8 +20,8 @@ import zmq
 
 from kvolt.core.errors import ConfigError
 from kvolt.runtime.discovery.port import Delete, Discovery, Put
-from kvolt.runtime.events.curve import OVERHEAD_BYTES, KeyPair, secure_connections, secure_publisher
-from kvolt.runtime.events.port import Event
+from kvolt.runtime.events.port import MAX_PAYLOAD_BYTES, Event
+from kvolt.runtime.events.registration import Registration, registrations_prefix
 from kvolt.runtime.events.subscriber_queue import (
     EventCounters,
     Subscriptions,
@@ -32,7 +32,6 @@ from kvolt.runtime.plane.wire import MALFORMED
 log = logging.getLogger(__name__)
 
 MESSAGE_VERSION = 1
-MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
 
 _SEQUENCE = Packing("<Q")
 _SEPARATOR = b"\0"
@@ -54,19 +53,6 @@ class ZmqOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     lease_ttl_s: float = 10.0
     high_water_messages: int = 4_096
     """Limit of queued messages per connection on each side. Beyond it the newest are dropped: a gap."""
-
-
-class Registration(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Registration of a publisher in discovery. Fields of newer versions are ignored."""
-
-    address: str
-    version: int
-    public_key: str | None = None
-    """CURVE key in Z85; None if its events are not encrypted."""
-
-
-def registrations_prefix(namespace: str) -> str:
-    return f"events/{namespace}/"
 
 
 def encode(topic: str, publisher: str, sequence: int, payload: bytes) -> list[bytes]:
@@ -92,20 +78,11 @@ def decode(parts: Sequence[bytes]) -> Event | None:
 class Sender:
     """The PUB socket. A slow subscriber loses events; it never delays the publisher or other subscribers."""
 
-    def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        options: ZmqOptions,
-        keys: KeyPair | None = None,
-    ) -> None:
-        """`keys`: encrypts; None: anyone may subscribe."""
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], options: ZmqOptions) -> None:
         self._socket = context.socket(zmq.PUB)
         try:
             self._set_common_options(options)
-            if keys is not None:
-                secure_publisher(self._socket, keys)
-            public_key = None if keys is None else keys.public.decode()
-            self.registration = Registration(_bind(self._socket, options), MESSAGE_VERSION, public_key)
+            self.address = _bind(self._socket, options)
         except BaseException:
             self._socket.close(linger=0)
             raise
@@ -116,7 +93,7 @@ class Sender:
     def _set_common_options(self, options: ZmqOptions) -> None:
         _set_common_options(self._socket)
         self._socket.setsockopt(zmq.SNDHWM, options.high_water_messages)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_SUBSCRIPTION_BYTES + OVERHEAD_BYTES)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_SUBSCRIPTION_BYTES)
         self._socket.setsockopt(zmq.IPV6, int(":" in options.host))
 
     def send(self, parts: list[bytes]) -> bool:
@@ -141,24 +118,19 @@ class Receiver:
         options: ZmqOptions,
         subscriptions: Subscriptions,
         counters: EventCounters,
-        keys: KeyPair | None = None,
     ) -> None:
-        """`keys`: connects to encrypting publishers only; None: to the others only."""
-        self._keys = keys
         self._subscriptions = subscriptions
         self._counters = counters
         self._prefix = registrations_prefix(options.namespace)
         self._high_water_messages = options.high_water_messages
-        self._publishers: dict[str, Registration] = {}
-        self._connected: dict[str, str | None] = {}
-        """Addresses with the public key of each connection. zmq keeps one connection per address."""
+        self._addresses: dict[str, str] = {}
         self._skipped: dict[str, None] = {}
         self._loop = asyncio.get_running_loop()
         self._next_drain: asyncio.Handle | None = None
         self._socket = context.socket(zmq.SUB)
         _set_common_options(self._socket)
         self._socket.setsockopt(zmq.RCVHWM, self._high_water_messages)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_PAYLOAD_BYTES + OVERHEAD_BYTES)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_PAYLOAD_BYTES)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
         self._socket.setsockopt(zmq.IPV6, 1)
         self._descriptor = self._socket.fileno()
@@ -200,64 +172,26 @@ class Receiver:
         except MALFORMED as error:
             self._skip(key, "registration", f"malformed registration: {error}")
             return
-        refusal = self._refusal(registration)
-        if refusal is not None:
-            self._skip(key, *refusal)
-            return
-        if self._publishers.get(publisher) == registration:
-            return
-        self._disconnect_publisher(publisher)
-        if not self._connect(registration):
-            self._skip(key, "address", f"invalid address or key: {registration.address!r}")
-            return
-        self._skipped.pop(key, None)
-        self._publishers[publisher] = registration
-
-    def _refusal(self, registration: Registration) -> tuple[str, str] | None:
-        """Why the publisher must be ignored: label and reason."""
         if registration.version != MESSAGE_VERSION:
-            return "version", f"message version {registration.version}, expected {MESSAGE_VERSION}"
-        if self._keys is not None and registration.public_key is None:
-            return "unencrypted", "it does not encrypt, and this process has a cluster key"
-        if self._keys is None and registration.public_key is not None:
-            return "encrypted", "it encrypts, and this process has no cluster key"
-        return None
-
-    def use_keys(self, keys: KeyPair) -> None:
-        """Connect to all publishers again with other keys. Events until then are missed."""
-        if self._keys is None or keys == self._keys:
+            self._skip(key, "version", f"message version {registration.version}, expected {MESSAGE_VERSION}")
             return
-        self._keys = keys
-        self._read(self._high_water_messages)
-        for registration in self._publishers.values():
-            self._disconnect(registration.address)
-        for registration in self._publishers.values():
-            self._connect(registration)
+        if self._addresses.get(publisher) == registration.address:
+            return
+        if not self._connect(registration.address):
+            self._skip(key, "address", f"invalid address: {registration.address!r}")
+            return
+        self._remove_publisher(key)
+        self._addresses[publisher] = registration.address
 
-    def _connect(self, registration: Registration) -> bool:
-        """Connect, in place of a connection to a previous publisher at this address."""
-        address, public_key = registration.address, registration.public_key
+    def _connect(self, address: str) -> bool:
         if not address.startswith("tcp://"):
             return False
-        if address in self._connected and self._connected[address] == public_key:
-            return True
         try:
-            if self._keys is not None and public_key is not None:
-                secure_connections(self._socket, self._keys, public_key)
-            if address in self._connected:
-                self._read(self._high_water_messages)
-                self._disconnect(address)
             self._socket.connect(address)
-        except (zmq.ZMQError, UnicodeEncodeError):
+        except zmq.ZMQError:
             return False
-        self._connected[address] = public_key
         self._drain_soon()
         return True
-
-    def _disconnect(self, address: str) -> None:
-        if address in self._connected:
-            del self._connected[address]
-            self._socket.disconnect(address)
 
     def _skip(self, key: str, label: str, reason: str) -> None:
         """Ignore a publisher until it leaves or registers correctly; logged once."""
@@ -270,21 +204,16 @@ class Receiver:
 
     def _remove_publisher(self, key: str) -> None:
         self._skipped.pop(key, None)
-        self._disconnect_publisher(key.removeprefix(self._prefix))
-
-    def _disconnect_publisher(self, publisher: str) -> None:
-        registration = self._publishers.get(publisher)
-        if registration is None:
+        publisher = key.removeprefix(self._prefix)
+        address = self._addresses.get(publisher)
+        if address is None:
             return
         # Disconnecting discards messages that were received and not read.
         self._read(self._high_water_messages)
-        del self._publishers[publisher]
-        # A restarted publisher may have its predecessor's port.
-        successors = [each for each in self._publishers.values() if each.address == registration.address]
-        if successors:
-            self._connect(successors[-1])
-        else:
-            self._disconnect(registration.address)
+        del self._addresses[publisher]
+        # A restarted publisher may have its predecessor's port, and zmq keeps one connection per address.
+        if address not in self._addresses.values():
+            self._socket.disconnect(address)
         self._drain_soon()
 
     def _drain_soon(self) -> None:
@@ -312,7 +241,7 @@ class Receiver:
         event = decode(parts)
         if event is None:
             self._counters.rejected("malformed", 1)
-        elif event.publisher not in self._publishers:
+        elif event.publisher not in self._addresses:
             # Another namespace, or an ignored version, on a port that one of our publishers had before.
             self._counters.rejected("unregistered", 1)
         else:

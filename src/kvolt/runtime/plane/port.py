@@ -20,6 +20,8 @@ class Destination(NamedTuple):
 
     address: str
     target: str
+    identity: str = ""
+    """URI that the certificate of the process must have; empty if it has none or is not known."""
 
 
 class OutgoingStream(Protocol):

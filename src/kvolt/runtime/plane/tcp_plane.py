@@ -165,15 +165,15 @@ class TcpPlane:
         return connection.session.open(to.target, body, sink, decode, deadline_s, context, automatic_credit)
 
     def _check_server(self, connection: Connection, to: Destination) -> None:
-        """Raise ConnectFailed if the peer at this address has a certificate of another role than its servers."""
+        """Raise ConnectFailed if the peer at this address has the certificate of another process, or of another role
+        than the endpoint's servers."""
         identity, endpoint = connection.peer_identity, to.target.partition("#")[0]
-        if identity is None or may_serve(identity, endpoint):
+        if identity is None or (may_serve(identity, endpoint) and to.identity in ("", identity.uri)):
             return
         if not connection.dialer and self._by_address.get(to.address) is connection:
             del self._by_address[to.address]  # the peer only claims the address: dial it
-        raise ConnectFailed(
-            f"{to.address} is {identity.uri}, which may not serve {endpoint}", address=to.address
-        )
+        wanted = f"{endpoint} of {to.identity or 'this cluster'}"
+        raise ConnectFailed(f"{to.address} is {identity.uri}, not {wanted}", address=to.address)
 
     async def ensure_connected(self, address: str, timeout_s: float) -> None:
         await self.get(address, timeout_s)

@@ -6,13 +6,22 @@ and register what workers need, and nothing that attracts prompts or controls ot
 
 from __future__ import annotations
 
-from kvolt.core.endpoints import CARD, CONTROL, GENERATE, INSTANCES, KV, KV_POOL, decode_instance
+from kvolt.core.endpoints import (
+    CARD,
+    CONTROL,
+    GENERATE,
+    INSTANCES,
+    KV,
+    KV_POOL,
+    KV_TOPIC,
+    LOAD_TOPIC,
+    decode_instance,
+)
 from kvolt.core.errors import AccessDenied
-from kvolt.runtime.process_control import CONTROL_ENDPOINT, STATUS_ENDPOINT
+from kvolt.runtime.events.registration import EVENT_PUBLISHERS, decode_registration
+from kvolt.runtime.process_control import CONTROL_ENDPOINT, EVENTS_ENDPOINT, STATUS_ENDPOINT
 from kvolt.runtime.security.identity import Identity, ProcessRole
 
-EVENT_PUBLISHERS = "events/"
-"""Prefix of the discovery keys of event publishers."""
 DISCOVERY_ENDPOINTS = "kvolt.discovery."
 """Prefix of the endpoints of a join server."""
 _LIMITED = (ProcessRole.WORKER, ProcessRole.POOL)
@@ -34,12 +43,21 @@ def may_serve(identity: Identity, endpoint: str) -> bool:
 
     Callers check it: an address may be that of a frontend or router, and its answer from a worker.
     """
-    if identity.role not in _LIMITED or endpoint in (STATUS_ENDPOINT, CONTROL_ENDPOINT):
+    if identity.role not in _LIMITED or endpoint in (
+        STATUS_ENDPOINT,
+        CONTROL_ENDPOINT,
+        EVENTS_ENDPOINT,
+    ):
         return True
     _, component, name = [*endpoint.split(".", 2), "", ""][:3]
     if identity.role is ProcessRole.POOL:
         return component == KV_POOL and name == CONTROL
     return component != KV_POOL and name in (GENERATE, CARD, CONTROL, KV)
+
+
+def may_publish(identity: Identity, topic: str) -> bool:
+    """Whether subscribers accept events of the topic from a process with this identity."""
+    return identity.role not in _LIMITED or topic in (KV_TOPIC, LOAD_TOPIC)
 
 
 def may_control(identity: Identity | None) -> bool:
@@ -49,7 +67,14 @@ def may_control(identity: Identity | None) -> bool:
 
 def check_registration(identity: Identity, key: str, value: bytes) -> None:
     """Raise AccessDenied unless a process with this identity may register the discovery key with this value."""
-    if identity.role not in _LIMITED or key.startswith(EVENT_PUBLISHERS):
+    if identity.role not in _LIMITED:
+        return
+    if key.startswith(EVENT_PUBLISHERS):
+        registration = decode_registration(value)
+        if registration is None or registration.identity != identity.uri:
+            raise AccessDenied(
+                f"the value of {key[:200]} describes another process", role=identity.role.value
+            )
         return
     if not key.startswith(INSTANCES):
         raise AccessDenied(f"a {identity.role} may not register {key[:200]}", role=identity.role.value)

@@ -41,6 +41,7 @@ from kvolt.runtime.config.router_settings import RouterSettings
 from kvolt.runtime.discovery.mem import MemDiscovery, MemStore
 from kvolt.runtime.discovery.port import Discovery
 from kvolt.runtime.endpoint.call import Deadlines
+from kvolt.runtime.endpoint.server import EndpointServer
 from kvolt.runtime.events.mem import MemBus
 from kvolt.runtime.events.port import EventPlane
 from kvolt.runtime.join.client import JoinDiscovery
@@ -290,15 +291,14 @@ class Cluster:
                 return MemDiscovery(MemStore(), process.clock, rng)
             return JoinDiscovery(plane, f"{DISCOVERY_HOST}:{JOIN_PORT}", rng)
 
-        def events(discovery: Discovery) -> EventPlane:
+        def events(discovery: Discovery, plane: RequestPlane, server: EndpointServer) -> EventPlane:
             publisher = new_id(rng)
             self._publishers[publisher] = name
-            return ObservedEvents(self._bus, publisher, self.kv)
+            return ObservedEvents(self._bus, publisher, self.kv, own)
 
         network, clock = process.network, process.clock
-        network.identity = identity_of(name) if self.shape.has_identities else None
+        own = network.identity = identity_of(name) if self.shape.has_identities else None
         plane = tcp_plane(network, _CONNECTION)
-        own = network.identity
         return Ports(clock, rng, network, process.blocking, plane, discovery, events, identity=own)
 
     async def _serve_join(self, runtime: Runtime) -> None:

@@ -53,8 +53,8 @@ class Member:
 class ObservedEvents(MemEvents):
     """Event plane that also passes KV events to KvCheck, before any is lost."""
 
-    def __init__(self, bus: MemBus, publisher: str, kv: KvCheck) -> None:
-        super().__init__(bus, publisher)
+    def __init__(self, bus: MemBus, publisher: str, kv: KvCheck, identity: Identity | None) -> None:
+        super().__init__(bus, publisher, identity="" if identity is None else identity.uri)
         self._kv = kv
 
     def publish(self, topic: str, payload: bytes) -> None:

@@ -95,7 +95,7 @@ class Harness(ABC):
             process.blocking,
             process.plane,
             lambda plane: MemDiscovery(self._store, process.clock, rng),
-            lambda discovery: MemEvents(self._bus, new_id(rng)),
+            lambda discovery, plane, server: MemEvents(self._bus, new_id(rng)),
         )
         runtime = Runtime(ports, ProcessOptions(name, listen=self.address(name)))
         self._runtimes.append(runtime)

@@ -27,7 +27,7 @@ from kvolt.core.endpoints import KV_TOPIC
 from kvolt.core.errors import KvoltError, Unavailable
 from kvolt.core.hashing import SequenceHasher
 from kvolt.core.ids import InstanceId, RequestId
-from kvolt.core.kv_events import Cleared, KvChange, KvEventBatch, Removed, Stored
+from kvolt.core.kv_events import Cleared, KvChange, KvEvent, KvEventBatch, Removed, Stored
 from kvolt.core.load import WorkerLoad
 from kvolt.core.request import Request, StopConditions
 from kvolt.engines.sim.engine import SimEngine
@@ -36,7 +36,7 @@ from kvolt.router.ingest import ingest as ingest_module
 from kvolt.router.ingest.feed import FeedState
 from kvolt.router.ingest.ingest import IngestOptions, KvIngest
 from kvolt.runtime.endpoint.client import EndpointClient
-from kvolt.runtime.events.mem import MemBus
+from kvolt.runtime.events.mem import MemBus, MemEvents
 from kvolt.testing import run_virtual
 from kvolt.worker.kv.held_blocks import HeldBlocks
 from kvolt.worker.worker import WorkerOptions
@@ -474,6 +474,33 @@ def test_what_is_not_ours_or_cannot_be_read_is_left_alone() -> None:
             assert router.ingest.stats.num_malformed == 3
 
     run_virtual(scenario)
+
+
+def test_events_in_the_name_of_a_worker_are_taken_from_its_process_only(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """With a cluster key, another worker's certificate is no right to say what this one holds."""
+
+    async def scenario() -> None:
+        async with Lab() as lab:
+            running = await lab.worker("w0", engine := Telling())
+            router = await Router.of(lab, running)
+            await router.exact(running)
+            rogue = MemEvents(lab.bus, "rogue", identity="kvolt://worker/rogue")
+            await rogue.start()
+            instance = running.worker._instance
+            for number in range(3):
+                change = Stored.from_hashes([number])
+                batch = KvEventBatch((KvEvent(number + 1, 1, change),), instance)
+                rogue.publish(KV_TOPIC, msgspec.msgpack.encode(batch))
+            engine.tell(stored(1))
+            await asyncio.sleep(0.1)
+            assert router.blocks(running) == {1}
+            assert router.ingest.forged.num_events == 3
+            await rogue.close()
+
+    run_virtual(scenario)
+    assert len([each for each in caplog.records if "event refused" in each.message]) == 2, "the 1st and 2nd"
 
 
 def test_recoveries_are_bounded_and_retried_after_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,7 +126,7 @@ def test_a_process_without_its_registration_is_not_ready() -> None:
             InlineBlocking(),
             tcp_plane(network.host("worker")),
             lambda plane: MemDiscovery(store, clock, rng),
-            lambda discovery: MemEvents(MemBus(), new_id(rng)),
+            lambda discovery, plane, server: MemEvents(MemBus(), new_id(rng)),
         )
         runtime = Runtime(ports, ProcessOptions("worker", listen="worker:0"))
         await runtime.start()

@@ -6,7 +6,6 @@ import asyncio
 import gc
 import random
 from collections import Counter
-from collections.abc import Callable
 
 import zmq
 
@@ -21,41 +20,17 @@ from kvolt.testing.events_suite import probe
 PREFIX = "events/ns/"
 
 
-class Secrets:
-    """Event secrets that a test replaces."""
-
-    def __init__(self, *event_secrets: bytes) -> None:
-        self.event_secrets = event_secrets
-        self._listeners: list[Callable[[], None]] = []
-
-    def on_renewed(self, listener: Callable[[], None]) -> None:
-        self._listeners.append(listener)
-
-    def replace(self, *event_secrets: bytes) -> None:
-        self.event_secrets = event_secrets
-        for listener in self._listeners:
-            listener()
-
-
 class ZmqHarness:
-    def __init__(self, secrets: Secrets | None = None) -> None:
-        self.secrets = secrets
+    def __init__(self) -> None:
         self.store = MemStore()
         self.discovery = MemDiscovery(self.store, SystemClock(), random.Random(1))
         self.totals: Counter[tuple[str, str]] = Counter()
         self._num_planes = 0
 
     async def plane(self, **options) -> ZmqEvents:
-        return await self.plane_with(self.secrets, **options)
-
-    async def plane_with(self, secrets: Secrets | None, **options) -> ZmqEvents:
         self._num_planes += 1
         plane = ZmqEvents(
-            ZmqOptions(namespace="ns", **options),
-            f"p{self._num_planes}",
-            self.discovery,
-            self._counters(),
-            secrets,
+            ZmqOptions(namespace="ns", **options), f"p{self._num_planes}", self.discovery, self._counters()
         )
         await plane.start()
         return plane

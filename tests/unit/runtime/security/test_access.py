@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from tests.unit.runtime.security.test_secure_network import credentials
+from tests.waits import MUST_HAPPEN_S
 
 from kvolt.core.endpoints import EndpointAddress, Instance, encode_instance
 from kvolt.core.errors import AccessDenied, ConfigError, ConnectFailed
@@ -13,12 +14,12 @@ from kvolt.core.ids import InstanceId
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.config.settings import ClusterSettings
 from kvolt.runtime.endpoint.call import Deadlines, decode_any, open_stream
-from kvolt.runtime.events.zmq_sockets import registrations_prefix
+from kvolt.runtime.events.registration import Registration, registrations_prefix
 from kvolt.runtime.join import server as join_server
 from kvolt.runtime.plane.connection import ConnectionOptions
 from kvolt.runtime.plane.port import Destination
 from kvolt.runtime.plane.tcp_plane import TcpPlane
-from kvolt.runtime.process_control import CONTROL_ENDPOINT, STATUS_ENDPOINT
+from kvolt.runtime.process_control import CONTROL_ENDPOINT, EVENTS_ENDPOINT, STATUS_ENDPOINT
 from kvolt.runtime.security.access import DISCOVERY_ENDPOINTS, check_call, check_registration, may_serve
 from kvolt.runtime.security.authority import ClusterAuthority
 from kvolt.runtime.security.exposure import check_exposure
@@ -59,6 +60,7 @@ def test_workers_and_pools_may_call_what_they_need(role: ProcessRole) -> None:
     "endpoint",
     [
         CONTROL_ENDPOINT,
+        EVENTS_ENDPOINT,
         "default.m-decode-1.generate",
         "default.m-decode-1.control",
         "default.router.route",
@@ -115,7 +117,11 @@ def test_a_registration_describes_the_instance_of_its_key() -> None:
 
 
 def test_workers_may_register_event_publishers_and_nothing_else() -> None:
-    check_registration(identity(ProcessRole.WORKER), registrations_prefix("default") + "1", b"")
+    key, own = registrations_prefix("default") + "1", Registration("10.0.0.5:1", 2, "kvolt://worker/a")
+    check_registration(identity(ProcessRole.WORKER), key, msgspec.msgpack.encode(own))
+    for forged in (msgspec.structs.replace(own, identity="kvolt://worker/victim"), None):
+        with pytest.raises(AccessDenied, match="another process"):
+            check_registration(identity(ProcessRole.WORKER), key, msgspec.msgpack.encode(forged))
     check_registration(identity(ProcessRole.FRONTEND), "plans/default", b"")
     with pytest.raises(AccessDenied):
         check_registration(identity(ProcessRole.WORKER), "plans/default", b"")
@@ -141,6 +147,7 @@ def test_loopback_needs_no_key(host: str) -> None:
     [
         (STATUS_ENDPOINT, True, True),
         (CONTROL_ENDPOINT, True, True),
+        (EVENTS_ENDPOINT, True, True),
         ("default.m-decode-1.generate", True, False),
         ("default.m-decode-1.card", True, False),
         ("default.m-decode-1.control", True, False),
@@ -168,7 +175,7 @@ async def test_a_worker_does_not_answer_in_place_of_a_join_server(tmp_path: Path
     worker, frontend = plane(ProcessRole.WORKER), plane(ProcessRole.FRONTEND)
     address = await worker.listen("127.0.0.1:0")
     try:
-        with pytest.raises(ConnectFailed, match="may not serve"):
+        with pytest.raises(ConnectFailed, match=r"not kvolt\.discovery\.get of this cluster"):
             await open_stream(frontend, Destination(address, join_server.GET), "", Deadlines(), decode_any)
         await open_stream(frontend, Destination(address, STATUS_ENDPOINT), None, Deadlines(), decode_any)
         async with asyncio.timeout(20):
@@ -178,3 +185,29 @@ async def test_a_worker_does_not_answer_in_place_of_a_join_server(tmp_path: Path
     finally:
         await frontend.close()
         await worker.close()
+
+
+async def test_calls_reach_the_process_that_is_registered_only(tmp_path: Path) -> None:
+    """Another worker at its address, or one that claims the address, gets none of its requests."""
+    authority = ClusterAuthority.create(SystemClock().wall())
+    opened: list[str] = []
+
+    def plane(role: ProcessRole, name: str) -> TcpPlane:
+        network = SecureNetwork(credentials(tmp_path, authority, Identity(role, name)))
+        return TcpPlane(network, ConnectionOptions(), name, lambda stream: opened.append(stream.target))
+
+    rogue, frontend = plane(ProcessRole.WORKER, "rogue"), plane(ProcessRole.FRONTEND, "f")
+    address, target = await rogue.listen("127.0.0.1:0"), "default.m-decode-1.generate"
+    try:
+        to = Destination(address, target, "kvolt://worker/victim")
+        with pytest.raises(ConnectFailed, match="is kvolt://worker/rogue, not"):
+            await open_stream(frontend, to, None, Deadlines(), decode_any)
+        to = Destination(address, target, "kvolt://worker/rogue")
+        await open_stream(frontend, to, None, Deadlines(), decode_any)
+        async with asyncio.timeout(MUST_HAPPEN_S):
+            while not opened:
+                await asyncio.sleep(0.01)
+        assert opened == [target]
+    finally:
+        await frontend.close()
+        await rogue.close()
