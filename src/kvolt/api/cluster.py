@@ -167,7 +167,7 @@ class Cluster:
 
     async def _query_status(self, instance: Instance) -> ProcessView:
         try:
-            to = Destination(instance.address, STATUS_ENDPOINT)
+            to = Destination(instance.address, STATUS_ENDPOINT, instance.identity)
             async with await open_stream(self._plane, to, None, _LIMITS, _decode_status) as stream:
                 status = await anext(stream)
             return ProcessView(instance.process, instance.address, instance.admin, status)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import base64
 import os
 from datetime import UTC, datetime
 from pathlib import Path
@@ -36,7 +35,6 @@ _SETTINGS = {
     "certificate": "certificate.pem",
     "private_key": "private_key.pem",
     "authority": "authority.pem",
-    "event_secret": "event_secret",
 }
 """Settings of the section `cluster`, with the file of each."""
 _TOKEN_ROLES = (ProcessRole.WORKER, ProcessRole.POOL, ProcessRole.FRONTEND, ProcessRole.ROUTER)
@@ -133,7 +131,6 @@ def _issue(authority: ClusterAuthority, args: argparse.Namespace, now: float) ->
         "certificate.pem": issued.chain_pem,
         "private_key.pem": issued.key_pem,
         "authority.pem": issued.trusted_pem,
-        "event_secret": b"".join(base64.b64encode(each) + b"\n" for each in authority.event_secrets),
     }
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

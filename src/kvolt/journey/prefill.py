@@ -217,7 +217,7 @@ def as_prefill_request(request: Request) -> Request:
 async def withdraw_request(plane: RequestPlane, instance: Instance, request_id: RequestId) -> bool:
     """Return whether the worker gave up the request; its stream then ends as well. Without an answer it keeps it."""
     endpoint = EndpointAddress(instance.endpoint.namespace, instance.endpoint.component, CONTROL)
-    to = Destination(instance.address, str(endpoint))
+    to = Destination(instance.address, str(endpoint), instance.identity)
     try:
         async with await open_stream(plane, to, Withdraw(request_id), _LIMITS, _decode_result) as results:
             result: WithdrawResult | None = await anext(results, None)

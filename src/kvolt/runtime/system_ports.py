@@ -169,12 +169,6 @@ def _own_directory(path: Path) -> None:
 
 def load_credentials(cluster: ClusterSettings, identity: Identity, clock: Clock) -> Credentials | None:
     """Credentials of this process; None if none are set. Raises ConfigError."""
-    if cluster.event_secret is not None and (cluster.certificate is None or cluster.key is not None):
-        raise ConfigError(
-            "cluster.event_secret is for processes with cluster.certificate: a cluster key has its own",
-            key="cluster.event_secret",
-            remedy="remove it, or set cluster.certificate in place of cluster.key",
-        )
     if cluster.key is not None:
         return Credentials(KeySource(Path(cluster.key), identity), clock)
     if cluster.certificate is None:
@@ -185,12 +179,7 @@ def load_credentials(cluster: ClusterSettings, identity: Identity, clock: Clock)
             key="cluster.certificate",
             remedy="set all three, or cluster.key alone",
         )
-    source = FileSource(
-        Path(cluster.certificate),
-        Path(cluster.private_key),
-        Path(cluster.authority),
-        None if cluster.event_secret is None else Path(cluster.event_secret),
-    )
+    source = FileSource(Path(cluster.certificate), Path(cluster.private_key), Path(cluster.authority))
     return Credentials(source, clock)
 
 

@@ -115,7 +115,7 @@ def test_a_request_is_refused_only_when_all_workers_are_busy() -> None:
 
 
 def test_a_report_of_another_process_makes_no_worker_busy() -> None:
-    loads, own = WorkerLoads(), msgspec.structs.replace(instance("a"), identity="kvolt://worker/a")
+    loads, own = LatestLoads(), msgspec.structs.replace(instance("a"), identity="kvolt://worker/a")
     door = Admission(loads, 10)
     door.set_threshold(BusyThreshold(model="m", active_decode_blocks_threshold=0.5))
     loads.update(report("a", 90), "kvolt://worker/rogue")

@@ -29,9 +29,6 @@ class Issued:
     def load(self, now: float) -> Certificate:
         return self.issuer.issue(self.identity, now)
 
-    def event_secrets(self) -> tuple[bytes, ...]:
-        return ()
-
 
 def credentials(
     role: ProcessRole = ProcessRole.WORKER, issuer: ClusterAuthority | None = None, name: str = "a-process"

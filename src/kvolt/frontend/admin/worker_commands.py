@@ -54,7 +54,7 @@ async def _send(
     runtime: Runtime, instance: Instance, command: WorkerCommand, limits: Deadlines
 ) -> CommandResult:
     endpoint = EndpointAddress(instance.endpoint.namespace, instance.endpoint.component, CONTROL)
-    to = Destination(instance.address, str(endpoint))
+    to = Destination(instance.address, str(endpoint), instance.identity)
     async with await open_stream(runtime.plane, to, command, limits, _decode_answer) as stream:
         answer: CommandResult | None = await anext(stream, None)
     if answer is None:

@@ -15,7 +15,7 @@ from kvolt.kv.tiers.slot_memory import SlotMemory
 from kvolt.kv.tiers.tier_thread import TierThread
 from kvolt.transfer.agent import OfferHandle, Operation, TransferAgent
 from kvolt.transfer.memory.slabs import Numbers
-from kvolt.transfer.peer.wire import bind_ticket
+from kvolt.transfer.reads.wire import bind_ticket
 
 
 def offer_slots(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from kvolt.runtime.endpoint.address import Instance
+from kvolt.core.endpoints import Instance
 from kvolt.runtime.events.port import Event
 
 log = logging.getLogger(__name__)

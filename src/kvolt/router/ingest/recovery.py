@@ -38,7 +38,7 @@ async def request_recovery(
 ) -> Response:
     """Raises KvoltError if there is no response now; a retry may succeed."""
     endpoint = EndpointAddress(instance.endpoint.namespace, instance.endpoint.component, CONTROL)
-    to = Destination(instance.address, str(endpoint))
+    to = Destination(instance.address, str(endpoint), instance.identity)
     try:
         async with await open_stream(plane, to, recovery_request, deadlines, _decode_answer) as parts:
             first: KvRecoveryResponse | None = await anext(parts, None)

@@ -269,7 +269,7 @@ class RouterLink:
             session = RouterSession(self, router, new_id(self._runtime.ports.rng))
             limits = msgspec.structs.replace(self._deadlines, first_s=_FOREVER_S, between_s=_FOREVER_S)
             session.call = Call(session, limits, automatic_credit=True)
-            to = Destination(router.address, SESSION_ENDPOINT)
+            to = Destination(router.address, SESSION_ENDPOINT, router.identity)
             try:
                 await open_call(
                     self._runtime.plane, to, OpenSession(session.name), session.call, _decode_notice

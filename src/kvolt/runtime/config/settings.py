@@ -96,10 +96,6 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Private key of cluster.certificate. Default: none."""
     authority: Annotated[Text | None, Meta(extra=_FILE)] = None
     """Certificates of the authorities that sign the processes' certificates. Default: none."""
-    event_secret: Annotated[Text | None, Meta(extra=_FILE)] = None
-    """Secret of the event plane beside cluster.certificate: a file, readable by its owner only, with 32 bytes in
-    base64. All processes need the same. To replace it, add the new one as second line on all machines, swap the
-    lines on all, and then remove the old one. Default: none."""
 
 
 class PlaneSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -138,9 +134,10 @@ class EventsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Event plane: KV events and load reports."""
 
     kind: Literal["mem", "zmq"] = "zmq"
-    """Event plane. `zmq`: between processes and machines. `mem`: a single process."""
+    """Event plane. `zmq`: between processes and machines, over the request plane with a cluster key. `mem`: a single
+    process."""
     host: Host = "127.0.0.1"
-    """Listen address of the event publishers."""
+    """Listen address of the event publishers. Not used with a cluster key."""
 
 
 class TransferSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,1 +1,6 @@
-"""Event plane: best-effort publish/subscribe; the `mem` and `zmq` implementations."""
+"""Event plane: best-effort publish/subscribe.
+
+zmq_plane      between processes without a cluster key: a port for each publisher
+plane_events   with a cluster key: streams of the request plane
+mem            within one process, and for virtual clusters
+"""

@@ -7,19 +7,15 @@ a process a member of the cluster.
                  certificate 1   of that key, signed by itself
                  certificate 2   after a rotation: of that key, signed by the previous one
                  certificate 3   after a rotation: of the previous key
-                 event secrets   after a rotation: the previous and the new one
 
 A process with a rotated key presents certificate 2 with its own, so that processes which still have the old file accept
-it, and subscribes to events with the first secret, which both know. Files can therefore be replaced machine by machine.
+it. Files can therefore be replaced machine by machine.
 """
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import os
-import re
-import secrets
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -42,11 +38,6 @@ _CLOCK_SKEW = timedelta(minutes=10)
 """Certificates are valid from this much earlier, for machines whose clock is behind."""
 MAX_FILE_BYTES = 64 * 1024
 """Of a cluster key, a certificate chain with its authorities, or a private key."""
-SECRET_BYTES = 32
-"""Size of an event secret."""
-_SECRET = re.compile(
-    rb"-----BEGIN KVOLT EVENT SECRET-----\s+([A-Za-z0-9+/=]{44})\s+-----END KVOLT EVENT SECRET-----"
-)
 _REMEDY = "create one with `kvolt cluster init FILE`, and copy it to all machines of the cluster"
 
 
@@ -64,15 +55,9 @@ class Certificate(msgspec.Struct, frozen=True):
 class ClusterAuthority:
     """A loaded cluster key."""
 
-    def __init__(
-        self,
-        key: ec.EllipticCurvePrivateKey,
-        certificates: list[x509.Certificate],
-        event_secrets: tuple[bytes, ...],
-    ) -> None:
-        """`certificates`: the key's own first. `event_secrets`: subscribers use the first, publishers accept all."""
+    def __init__(self, key: ec.EllipticCurvePrivateKey, certificates: list[x509.Certificate]) -> None:
+        """`certificates`: the key's own first."""
         self._key = key
-        self.event_secrets = event_secrets
         self._own = certificates[0]
         own_subject = self._own.subject
         others = [each for each in certificates[1:] if each.subject != own_subject]
@@ -82,7 +67,7 @@ class ClusterAuthority:
     @classmethod
     def create(cls, now: float) -> ClusterAuthority:
         key = ec.generate_private_key(ec.SECP256R1())
-        return cls(key, [_authority_certificate(key, key, None, now)], (secrets.token_bytes(SECRET_BYTES),))
+        return cls(key, [_authority_certificate(key, key, None, now)])
 
     @classmethod
     def parse(cls, pem: bytes, source: str) -> ClusterAuthority:
@@ -96,10 +81,7 @@ class ClusterAuthority:
             raise _not_a_key(source, "its private key is not of the curve P-256")
         if certificates[0].public_key() != key.public_key():
             raise _not_a_key(source, "its first certificate is of another key")
-        event_secrets = tuple(base64.b64decode(each) for each in _SECRET.findall(pem))
-        if not event_secrets or any(len(each) != SECRET_BYTES for each in event_secrets):
-            raise _not_a_key(source, "it has no event secret")
-        return cls(key, certificates, event_secrets)
+        return cls(key, certificates)
 
     @classmethod
     def load(cls, path: Path) -> ClusterAuthority:
@@ -111,17 +93,10 @@ class ClusterAuthority:
         key = ec.generate_private_key(ec.SECP256R1())
         own = _authority_certificate(key, key, None, now)
         cross = _authority_certificate(key, self._key, self._own, now, own.subject)
-        event_secrets = (self.event_secrets[-1], secrets.token_bytes(SECRET_BYTES))
-        return ClusterAuthority(key, [own, cross, self._own], event_secrets)
+        return ClusterAuthority(key, [own, cross, self._own])
 
     def to_pem(self) -> bytes:
-        blocks = [private_pem(self._key), _pem([self._own, *self._cross, *self._trusted[1:]])]
-        for secret in self.event_secrets:
-            text = base64.b64encode(secret)
-            blocks.append(
-                b"-----BEGIN KVOLT EVENT SECRET-----\n%s\n-----END KVOLT EVENT SECRET-----\n" % text
-            )
-        return b"".join(blocks)
+        return private_pem(self._key) + _pem([self._own, *self._cross, *self._trusted[1:]])
 
     @property
     def fingerprint(self) -> str:

@@ -1,4 +1,4 @@
-"""Credentials of this process: its certificate as TLS contexts, and the keys of its event sockets.
+"""Credentials of this process: its certificate as TLS contexts.
 
 From the cluster key, of which certificates are issued here and renewed at half their lifetime, or from certificate
 files of one's own. Files are read again when they change. New connections use the newest contexts; existing
@@ -8,7 +8,6 @@ connections continue.
 from __future__ import annotations
 
 import asyncio
-import base64
 import logging
 import os
 import ssl
@@ -22,13 +21,7 @@ from cryptography import x509
 from kvolt.core.errors import ConfigError, KvoltError
 from kvolt.runtime.clock import Blocking, Clock
 from kvolt.runtime.host.safe_files import read_regular
-from kvolt.runtime.security.authority import (
-    MAX_FILE_BYTES,
-    SECRET_BYTES,
-    Certificate,
-    ClusterAuthority,
-    read_secret,
-)
+from kvolt.runtime.security.authority import MAX_FILE_BYTES, Certificate, ClusterAuthority, read_secret
 from kvolt.runtime.security.identity import Identity, parse_identity
 
 log = logging.getLogger(__name__)
@@ -41,9 +34,6 @@ _READ_TIMEOUT_S = 10.0
 _MAX_AUTHORITIES_BYTES = 1 << 20
 """Of a file with certificates of authorities; a system's own collection has a quarter of it."""
 _WARN_BEFORE_S = 7 * 24 * 3600.0
-_SECRET_REMEDY = (
-    "write it with `(umask 077; head -c 32 /dev/urandom | base64 > FILE)`, the same on all machines"
-)
 
 
 class Source(Protocol):
@@ -56,10 +46,6 @@ class Source(Protocol):
 
     def load(self, now: float) -> Certificate:
         """Raises ConfigError."""
-        ...
-
-    def event_secrets(self) -> tuple[bytes, ...]:
-        """Secrets of subscribers as of the last `load`; empty if there are none."""
         ...
 
 
@@ -81,9 +67,6 @@ class KeySource:
         self._authority = authority
         return certificate
 
-    def event_secrets(self) -> tuple[bytes, ...]:
-        return self._authority.event_secrets if self._authority is not None else ()
-
     @property
     def authority(self) -> ClusterAuthority:
         """The cluster key as of the last `load`."""
@@ -94,15 +77,12 @@ class KeySource:
 class FileSource:
     """Certificates of one's own authority. `chain` has the process's certificate first."""
 
-    def __init__(self, chain: Path, key: Path, trusted: Path, event_secret: Path | None = None) -> None:
+    def __init__(self, chain: Path, key: Path, trusted: Path) -> None:
         self._chain, self._key, self._trusted = chain, key, trusted
-        self._event_secret = event_secret
-        self._event_secrets: tuple[bytes, ...] = ()
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        paths = (self._chain, self._key, self._trusted)
-        return paths if self._event_secret is None else (*paths, self._event_secret)
+        return self._chain, self._key, self._trusted
 
     def load(self, now: float) -> Certificate:
         chain, trusted = _read(self._chain, "cluster.certificate"), _read(self._trusted, "cluster.authority")
@@ -116,12 +96,7 @@ class FileSource:
         key = read_secret(
             self._key, "cluster.private_key", "name the file with the certificate's private key"
         )
-        if self._event_secret is not None:
-            self._event_secrets = _read_event_secrets(self._event_secret)
         return Certificate(chain, key, trusted, leaf.not_valid_after_utc.timestamp())
-
-    def event_secrets(self) -> tuple[bytes, ...]:
-        return self._event_secrets
 
 
 class Credentials:
@@ -138,7 +113,6 @@ class Credentials:
         self._clock = clock
         self._fetch = fetch
         self._modified = self._modification_times()
-        self._listeners: list[Callable[[], None]] = []
         self._renew_at = 0.0
         self._tried_at = clock.wall()
         self._load(self._tried_at)
@@ -162,20 +136,6 @@ class Credentials:
         return self._probe_context
 
     @property
-    def event_secrets(self) -> tuple[bytes, ...]:
-        """Subscribers use the first, publishers accept all; empty for own certificates without a secret."""
-        return self._source.event_secrets()
-
-    def check_event_secrets(self) -> None:
-        """Raise ConfigError if own certificates leave the event plane without a secret."""
-        if not self.event_secrets:
-            raise ConfigError(
-                "cluster.certificate is set, but the event plane has no secret",
-                key="cluster.event_secret",
-                remedy=f"set it to a file: {_SECRET_REMEDY}",
-            )
-
-    @property
     def authority(self) -> ClusterAuthority | None:
         """The cluster key, if this process has it."""
         return self._source.authority if isinstance(self._source, KeySource) else None
@@ -191,9 +151,6 @@ class Credentials:
         assert self._identity is not None, "sources check it"
         return self._identity
 
-    def on_renewed(self, listener: Callable[[], None]) -> None:
-        self._listeners.append(listener)
-
     async def keep_fresh(self, blocking: Blocking) -> None:
         """Renew certificates and read changed files, for ever."""
         while True:
@@ -202,23 +159,19 @@ class Credentials:
             if self._fetch is not None and now >= self._renew_at:
                 await self._fetch()
             try:
-                is_renewed = await blocking.run(partial(self.reload, now), _READ_TIMEOUT_S)
+                await blocking.run(partial(self.reload, now), _READ_TIMEOUT_S)
             except KvoltError as error:
                 log.error("certificate not renewed: error=%s", error.message)
-                continue
-            if is_renewed:
-                for listener in self._listeners:
-                    listener()
 
-    def reload(self, now: float | None = None) -> bool:
+    def reload(self, now: float | None = None) -> None:
         """Load again if a file has changed, half of the lifetime has passed, or the clock was set back: the certificate
-        may not be valid yet. Return whether it was renewed; errors are logged once. May block."""
+        may not be valid yet. Errors are logged once. May block."""
         if now is None:
             now = self._clock.wall()
         modified = self._modification_times()
         is_due = now >= self._renew_at or now < self._tried_at
         if modified == self._modified and not is_due:
-            return False
+            return
         self._modified, self._tried_at = modified, now
         try:
             self._load(now)
@@ -231,9 +184,8 @@ class Credentials:
                 error.fields.get("remedy"),
                 self._expires_at - now,
             )
-            return False
+            return
         log.info("certificate renewed: expires_in_s=%.0f", self._expires_at - now)
-        return True
 
     def _load(self, now: float) -> None:
         certificate = self._source.load(now)
@@ -343,21 +295,6 @@ def _read(path: Path, key: str) -> bytes:
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise ConfigError(f"{path}: {reason}", key=key, remedy="set it to a readable PEM file") from None
-
-
-def _read_event_secrets(path: Path) -> tuple[bytes, ...]:
-    lines = read_secret(path, "cluster.event_secret", _SECRET_REMEDY).split()
-    try:
-        event_secrets = tuple(base64.b64decode(line, validate=True) for line in lines)
-    except ValueError:
-        event_secrets = ()
-    if not 1 <= len(event_secrets) <= 2 or any(len(each) != SECRET_BYTES for each in event_secrets):
-        raise ConfigError(
-            f"{path} is not one or two lines with {SECRET_BYTES} bytes in base64",
-            key="cluster.event_secret",
-            remedy=_SECRET_REMEDY,
-        )
-    return event_secrets
 
 
 def tls_context(

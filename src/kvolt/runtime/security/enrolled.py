@@ -63,7 +63,7 @@ async def enroll(
     started, was_logged = clock.monotonic(), False
     while True:
         try:
-            source = EnrolledSource(client, *await client.enroll(token_text))
+            source = EnrolledSource(client, await client.enroll(token_text))
             return Credentials(source, clock, source.fetch)
         except AccessDenied as error:
             raise ConfigError(error.message, key="cluster.join_token", remedy=_REMEDY) from None
@@ -85,18 +85,15 @@ class EnrolledSource:
 
     paths: tuple[Path, ...] = ()
 
-    def __init__(
-        self, client: _EnrollmentClient, certificate: Certificate, event_secrets: tuple[bytes, ...]
-    ) -> None:
+    def __init__(self, client: _EnrollmentClient, certificate: Certificate) -> None:
         self._client = client
         self._certificate = certificate
-        self._event_secrets = event_secrets
         self._failure: str | None = None
 
     async def fetch(self) -> None:
         """Get a certificate in place of the present one; `load` raises if that fails."""
         try:
-            self._certificate, self._event_secrets = await self._client.renew(self._certificate)
+            self._certificate = await self._client.renew(self._certificate)
             self._failure = None
         except (AccessDenied, ConnectFailed) as error:
             self._failure = error.message
@@ -107,9 +104,6 @@ class EnrolledSource:
                 self._failure, key="cluster.join_token", remedy="check the join server, or " + _REMEDY
             )
         return self._certificate
-
-    def event_secrets(self) -> tuple[bytes, ...]:
-        return self._event_secrets
 
 
 class _EnrollmentClient:
@@ -123,19 +117,19 @@ class _EnrollmentClient:
         self._key = ec.generate_private_key(ec.SECP256R1())
         """Of the first certificate: the same for all attempts, because the token is used by the first."""
 
-    async def enroll(self, token_text: str) -> tuple[Certificate, tuple[bytes, ...]]:
+    async def enroll(self, token_text: str) -> Certificate:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # `_check_server` follows
         return await self._request(context, self._key, token_text)
 
-    async def renew(self, present: Certificate) -> tuple[Certificate, tuple[bytes, ...]]:
+    async def renew(self, present: Certificate) -> Certificate:
         context = tls_context(ssl.PROTOCOL_TLS_CLIENT, present)
         return await self._request(context, ec.generate_private_key(ec.SECP256R1()), None)
 
     async def _request(
         self, context: ssl.SSLContext, key: ec.EllipticCurvePrivateKey, token_text: str | None
-    ) -> tuple[Certificate, tuple[bytes, ...]]:
+    ) -> Certificate:
         context.set_alpn_protocols([ENROLLMENT_PROTOCOL])
         request = EnrollRequest(_signing_request(key), self._identity.process, token_text)
         try:
@@ -155,10 +149,7 @@ class _EnrollmentClient:
             raise connect_error(self._address, error) from error
         if isinstance(response, Refused):
             raise AccessDenied(f"{self._address} refused to issue a certificate: {response.reason[:300]}")
-        certificate = Certificate(
-            response.chain_pem, private_pem(key), response.trusted_pem, response.expires_at
-        )
-        return certificate, response.event_secrets
+        return Certificate(response.chain_pem, private_pem(key), response.trusted_pem, response.expires_at)
 
     async def _exchange(self, context: ssl.SSLContext, request: EnrollRequest) -> Enrolled | Refused:
         host, port = split_address(self._address)

@@ -5,7 +5,7 @@ plane nor any endpoint:
 
     server -> Welcome          certificate of the authority, whose fingerprint the join token has
     client -> EnrollRequest    signing request, with a join token or over a connection with its present certificate
-    server -> Enrolled         certificate, trusted certificates, event secrets
+    server -> Enrolled         certificate, trusted certificates
               Refused          reason
 
 A token is for one private key: the process may repeat its request if the response was lost, and any other use is
@@ -68,7 +68,6 @@ class EnrollRequest(msgspec.Struct, frozen=True):
 class Enrolled(msgspec.Struct, frozen=True, tag="enrolled"):
     chain_pem: bytes
     trusted_pem: bytes
-    event_secrets: tuple[bytes, ...]
     expires_at: float
 
 
@@ -163,9 +162,7 @@ class EnrollmentServer:
         certificate = authority.sign(key, identity, now)
         self._count_outcome("renewed" if request.token is None else "enrolled")
         log.info("certificate issued: identity=%s renewed=%s", identity.uri, request.token is None)
-        return Enrolled(
-            certificate.chain_pem, certificate.trusted_pem, authority.event_secrets, certificate.expires_at
-        )
+        return Enrolled(certificate.chain_pem, certificate.trusted_pem, certificate.expires_at)
 
     def _use_token(self, token: bytes, until: float, key: ec.EllipticCurvePublicKey, now: float) -> None:
         der = key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)

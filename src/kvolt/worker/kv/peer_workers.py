@@ -67,7 +67,8 @@ class PeerWorkers:
     @asynccontextmanager
     async def _fetch(self, instance_id: InstanceId, request: FetchBlocks) -> AsyncIterator[FetchResult]:
         assert self._client is not None
-        to = Destination(self._client.get_instance(instance_id).address, self._endpoint)
+        peer = self._client.get_instance(instance_id)
+        to = Destination(peer.address, self._endpoint, peer.identity)
         async with await open_stream(self._runtime.plane, to, request, _DEADLINES, _decode_result) as results:
             result: FetchResult | None = await anext(results, None)
             if result is None:

@@ -19,9 +19,6 @@ class _Issued:
     def load(self, now: float) -> Certificate:
         return AUTHORITY.issue(self._identity, now)
 
-    def event_secrets(self) -> tuple[bytes, ...]:
-        return AUTHORITY.event_secrets
-
 
 def issued_credentials(name: str, role: ProcessRole = ProcessRole.FRONTEND) -> Credentials:
     return Credentials(_Issued(Identity.of(role, name)), SystemClock())

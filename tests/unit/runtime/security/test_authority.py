@@ -46,18 +46,7 @@ def test_a_key_survives_its_file(tmp_path: Path) -> None:
     authority = ClusterAuthority.create(NOW)
     loaded = ClusterAuthority.load(key_file(tmp_path / "key", authority))
     assert loaded.fingerprint == authority.fingerprint
-    assert loaded.event_secrets == authority.event_secrets
     assert loaded.to_pem() == authority.to_pem()
-
-
-def test_a_rotated_key_keeps_one_event_secret_of_the_previous_one() -> None:
-    first = ClusterAuthority.create(NOW)
-    second = first.rotate(NOW)
-    third = second.rotate(NOW)
-    assert second.event_secrets[0] == first.event_secrets[0]
-    assert third.event_secrets[0] == second.event_secrets[1]
-    assert first.event_secrets[0] not in third.event_secrets
-    assert ClusterAuthority.parse(third.to_pem(), "key").to_pem() == third.to_pem()
 
 
 @pytest.mark.parametrize(
@@ -78,12 +67,9 @@ def test_other_files_are_refused_with_a_remedy(tmp_path: Path, content: bytes, r
     assert "kvolt cluster init" in caught.value.fields["remedy"]
 
 
-def test_a_key_without_its_certificate_or_secret_is_refused() -> None:
+def test_a_key_without_its_certificate_is_refused() -> None:
     pem, other = ClusterAuthority.create(NOW).to_pem(), ClusterAuthority.create(NOW).to_pem()
     key_end = pem.index(b"-----BEGIN CERTIFICATE-----")
-    secret = pem.index(b"-----BEGIN KVOLT")
-    with pytest.raises(ConfigError, match="no event secret"):
-        ClusterAuthority.parse(pem[:secret], "key")
     with pytest.raises(ConfigError, match="of another key"):
         ClusterAuthority.parse(pem[:key_end] + other[other.index(b"-----BEGIN CERTIFICATE-----") :], "key")
 

@@ -47,7 +47,6 @@ async def lab(tmp_path: Path) -> AsyncIterator[Lab]:
 async def test_a_token_is_exchanged_for_membership(lab: Lab) -> None:
     credentials = await lab.enroll(lab.token())
     assert await lab.identity_seen(credentials) == WORKER
-    assert credentials.event_secrets == lab.authority.event_secrets
     assert credentials.authority is None
     assert lab.outcomes["enrolled"] == 1
 
@@ -169,7 +168,6 @@ async def test_renewal_follows_a_rotated_key(lab: Lab) -> None:
     lab.credentials.reload()
     await source.fetch()
     renewed = Credentials(source, SystemClock())
-    assert renewed.event_secrets == rotated.event_secrets
     assert await lab.identity_seen(renewed) == WORKER
     with pytest.raises(ConfigError, match="not of the cluster"):
         await lab.enroll(lab.token())  # of the previous key
@@ -180,19 +178,16 @@ async def test_it_is_renewed_at_half_its_lifetime(lab: Lab, monkeypatch: pytest.
     clock = SteppedClock()
     credentials = await lab.enroll(lab.token(), clock=clock)
     expires_at = credentials.expires_at
-    renewals: list[float] = []
-    credentials.on_renewed(lambda: renewals.append(credentials.expires_at))
     blocking = ThreadBlocking()
     task = asyncio.ensure_future(credentials.keep_fresh(blocking))
     await asyncio.sleep(0.1)
     assert lab.outcomes["renewed"] == 0
     lab.clock.offset_s = clock.offset_s = 13 * 3600
     async with asyncio.timeout(10):
-        while not renewals:
+        while credentials.expires_at <= expires_at:
             await asyncio.sleep(0.01)
     task.cancel()
     blocking.close()
-    assert renewals[0] > expires_at
 
 
 async def test_a_failed_renewal_keeps_the_certificate(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
