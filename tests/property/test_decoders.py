@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvolt.core.endpoints import decode_instance
-from kvolt.core.errors import InvalidRequest, KvoltError, NetworkFault, ProtocolError
+from kvolt.core.errors import MALFORMED, InvalidRequest, KvoltError, NetworkFault, ProtocolError
 from kvolt.engines.framing import FrameSplitter
 from kvolt.engines.kv_formats.schema import decode_batch
 from kvolt.frontend.openai_api.decoding import RequestDecoder
@@ -107,7 +107,7 @@ def test_tickets(data: bytes) -> None:
     only(ProtocolError)(lambda: decode_ticket(data))
     only(ProtocolError)(lambda: _read_tickets(data))
     only(ProtocolError)(lambda: meetings._decode_part(data))
-    only(*wire.MALFORMED)(lambda: handoffs._decode(data))
+    only(*MALFORMED)(lambda: handoffs._decode(data))
 
 
 # --- the request plane
@@ -175,7 +175,7 @@ def test_kv_events_of_engines(payload: bytes) -> None:
 @given(damaged(packed(["key", "lease", b"value"])))
 def test_discovery(data: bytes) -> None:
     decode_instance(data)
-    only(*wire.MALFORMED)(lambda: discovery_directory._decode_record(data))
+    only(*MALFORMED)(lambda: discovery_directory._decode_record(data))
     events_zmq.decode([data, data, data, data])
     events_zmq.decode([b"t\0", data, b"\1" * 8, b""])
 
@@ -194,8 +194,8 @@ def test_frames_of_children(data: bytes) -> None:
     )
 )
 def test_pool_messages(data: bytes) -> None:
-    only(*wire.MALFORMED)(lambda: msgspec.msgpack.decode(data, type=pool_wire.RequestFrame))
-    only(*wire.MALFORMED)(lambda: msgspec.msgpack.decode(data, type=pool_wire.ResponseFrame))
+    only(*MALFORMED)(lambda: msgspec.msgpack.decode(data, type=pool_wire.RequestFrame))
+    only(*MALFORMED)(lambda: msgspec.msgpack.decode(data, type=pool_wire.ResponseFrame))
 
     async def read() -> None:
         reader = asyncio.StreamReader()

@@ -18,7 +18,7 @@ from kvolt.core.endpoints import (
     InstanceState,
     decode_instance,
 )
-from kvolt.core.errors import ConfigError, InvalidRequest, KvoltError, NotFound
+from kvolt.core.errors import MALFORMED, ConfigError, InvalidRequest, KvoltError, NotFound
 from kvolt.runtime.clock import ThreadBlocking
 from kvolt.runtime.config.settings import Settings
 from kvolt.runtime.discovery.port import Discovery
@@ -28,7 +28,6 @@ from kvolt.runtime.metrics import Metrics
 from kvolt.runtime.network import is_wildcard, join_address, split_address
 from kvolt.runtime.plane.port import Destination, RequestPlane
 from kvolt.runtime.plane.streams import Decode
-from kvolt.runtime.plane.wire import MALFORMED
 from kvolt.runtime.process_control import (
     CONTROL_ENDPOINT,
     MAX_CONTROL_S,

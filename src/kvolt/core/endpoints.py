@@ -36,6 +36,8 @@ QUEUE_DETAILS = "router_queue"
 
 INSTANCES = "instances/"
 """Discovery prefix of all instances."""
+EVENT_PUBLISHERS = "events/"
+"""Discovery prefix of all event publishers."""
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,62}")
 _WITHDRAWN = "withdrawn"
@@ -115,6 +117,31 @@ def decode_instance(value: bytes) -> Instance | None:
         return _decode_instance(value)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
+
+
+class PublisherRegistration(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Registration of a publisher. Fields of newer versions are ignored."""
+
+    address: str
+    version: int
+    """Of the transport: `zmq_sockets.MESSAGE_VERSION` or `plane_events.VERSION`."""
+    identity: str = ""
+    """URI in the certificate of the process; empty without a cluster key."""
+
+
+def publishers_prefix(namespace: str) -> str:
+    return f"{EVENT_PUBLISHERS}{namespace}/"
+
+
+def decode_publisher(value: bytes) -> PublisherRegistration | None:
+    """None if it is malformed."""
+    try:
+        return _decode_publisher(value)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+_decode_publisher = msgspec.msgpack.Decoder(PublisherRegistration).decode
 
 
 def component_name(model: str, role: Role, card: CardHash) -> str:

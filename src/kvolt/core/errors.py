@@ -11,6 +11,9 @@ from typing import ClassVar
 
 import msgspec
 
+MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""Exceptions from decoding a peer's bytes; msgspec passes on bad UTF-8 and too deep nesting as they are."""
+
 FieldValue = str | int | float | bool | None
 
 

@@ -11,12 +11,11 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from kvolt.core.endpoints import LOAD_TOPIC, Instance
-from kvolt.core.errors import Overloaded
+from kvolt.core.errors import MALFORMED, Overloaded
 from kvolt.core.load import LoadReport, WorkerLoad
 from kvolt.frontend.openai_api.responses import BusyThreshold
 from kvolt.frontend.shared_count import SharedSlot
 from kvolt.runtime.events.port import EventPlane
-from kvolt.runtime.plane.wire import MALFORMED
 
 log = logging.getLogger(__name__)
 

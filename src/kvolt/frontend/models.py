@@ -15,7 +15,7 @@ import msgspec
 
 from kvolt.core.card import HASH_SCHEME, EngineInfo, ModelCard
 from kvolt.core.endpoints import GENERATE, INSTANCES, EndpointAddress, decode_instance
-from kvolt.core.errors import InvalidRequest, KvoltError
+from kvolt.core.errors import MALFORMED, InvalidRequest, KvoltError
 from kvolt.core.request import Role
 from kvolt.frontend.model import (
     Model,
@@ -33,7 +33,6 @@ from kvolt.router.port import Router
 from kvolt.router.registry import ROUTERS, NewRouter
 from kvolt.runtime.discovery.port import Delete, Put, Synced
 from kvolt.runtime.endpoint.client import EndpointClient
-from kvolt.runtime.plane.wire import MALFORMED
 from kvolt.runtime.runtime import Runtime
 from kvolt.runtime.tasks import TaskGroup
 

@@ -17,14 +17,13 @@ import msgspec
 from kvolt.core.card import EngineInfo
 from kvolt.core.delta import StageTimes
 from kvolt.core.endpoints import Instance
-from kvolt.core.errors import Cancelled, DeadlineExceeded, KvoltError, Unavailable
+from kvolt.core.errors import MALFORMED, Cancelled, DeadlineExceeded, KvoltError, Unavailable
 from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import RENDEZVOUS_ADDRESS_KEY, Handoff, LinkCosts, Rendezvous, Request
 from kvolt.journey.context import JourneyStats
 from kvolt.journey.prefill import PrefillCall, RoleTarget, release_prompt
 from kvolt.router.port import Decision
 from kvolt.runtime.endpoint.call import Deadlines
-from kvolt.runtime.plane.wire import MALFORMED
 from kvolt.runtime.tasks import TaskGroup
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ import logging
 import msgspec
 
 from kvolt.core.endpoints import LOAD_TOPIC
-from kvolt.core.errors import KvoltError, Unavailable
+from kvolt.core.errors import MALFORMED, KvoltError, Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.core.load import LoadReport
 from kvolt.router.gossip.link import GossipLink
@@ -26,7 +26,6 @@ from kvolt.router.policy.policy import Policy
 from kvolt.router.policy.registry import shadow_policy
 from kvolt.router.port import RouterContext
 from kvolt.runtime.config.router_settings import RouterSettings
-from kvolt.runtime.plane.wire import MALFORMED
 from kvolt.runtime.tasks import TaskGroup
 
 log = logging.getLogger(__name__)

@@ -12,9 +12,9 @@ import msgspec
 
 from kvolt.core.card import EngineInfo
 from kvolt.core.endpoints import Instance
+from kvolt.core.errors import MALFORMED
 from kvolt.core.ids import InstanceId
 from kvolt.runtime.endpoint.client import EndpointClient
-from kvolt.runtime.plane.wire import MALFORMED
 
 log = logging.getLogger(__name__)
 

@@ -13,10 +13,9 @@ from pathlib import Path
 
 import msgspec
 
-from kvolt.core.errors import KvoltError
+from kvolt.core.errors import MALFORMED, KvoltError
 from kvolt.engines.contract import Lora
 from kvolt.runtime.clock import Blocking
-from kvolt.runtime.plane.wire import MALFORMED
 
 log = logging.getLogger(__name__)
 

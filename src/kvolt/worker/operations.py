@@ -9,9 +9,8 @@ from typing import TypeVar
 
 import msgspec
 
-from kvolt.core.errors import InvalidRequest, Unavailable, Unsupported
+from kvolt.core.errors import MALFORMED, InvalidRequest, Unavailable, Unsupported
 from kvolt.engines.contract import Engine, Lora, Sleep
-from kvolt.runtime.plane.wire import MALFORMED
 from kvolt.runtime.process_control import MAX_CONTROL_S
 from kvolt.runtime.runtime import Runtime
 from kvolt.worker.adapter_record import AdapterRecord

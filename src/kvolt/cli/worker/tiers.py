@@ -12,7 +12,7 @@ import msgspec
 
 from kvolt.cli.worker.tier_settings import are_wanted
 from kvolt.core.card import EngineInfo
-from kvolt.core.errors import ConfigError, InvalidRequest, Unsupported
+from kvolt.core.errors import MALFORMED, ConfigError, InvalidRequest, Unsupported
 from kvolt.core.kv_events import KvChange, Tier
 from kvolt.engines.contract import Engine
 from kvolt.kv.disk import fp8
@@ -33,7 +33,6 @@ from kvolt.kv.tiers.slot_memory import BlockShape
 from kvolt.runtime.config.settings import TierSettings
 from kvolt.runtime.host.environment import cache_directory
 from kvolt.runtime.host.memory import free_bytes
-from kvolt.runtime.plane.wire import MALFORMED
 from kvolt.transfer.agent import TransferAgent
 from kvolt.transfer.peer.handshakes import TlsContexts
 from kvolt.worker.kv.tiering import TieredEngine, Tiering, TieringFactory

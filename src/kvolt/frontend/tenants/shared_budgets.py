@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping
 import msgspec
 
 from kvolt.core.endpoints import EndpointAddress, Instance
-from kvolt.core.errors import KvoltError
+from kvolt.core.errors import MALFORMED, KvoltError
 from kvolt.core.ids import InstanceId
 from kvolt.frontend.tenants.lease_pool import KEEP_S, LeasePool
 from kvolt.frontend.tenants.leases import LeaseReply, LeaseRequest, Limiter
@@ -23,7 +23,6 @@ from kvolt.frontend.tenants.local_budget import LocalBudget
 from kvolt.frontend.tenants.records import Tenant
 from kvolt.runtime.endpoint.call import Deadlines
 from kvolt.runtime.endpoint.client import EndpointClient
-from kvolt.runtime.plane.wire import MALFORMED
 from kvolt.runtime.runtime import Runtime
 from kvolt.runtime.tasks import TaskGroup
 

@@ -14,13 +14,12 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from kvolt.core.errors import ConfigError, Unavailable
+from kvolt.core.errors import MALFORMED, ConfigError, Unavailable
 from kvolt.core.ids import BlockKey
 from kvolt.kv.disk.files import About, file_of, is_locked, slots_per_file
 from kvolt.kv.disk.fp8 import Fp8
 from kvolt.kv.disk.journal import FORMAT, Journal, SlotRecord, read_journal
 from kvolt.kv.tiers.slot_memory import BlockShape, SlotMemory
-from kvolt.runtime.plane.wire import MALFORMED
 
 _BATCH_BLOCKS, _BATCH_BYTES = 64, 64 << 20
 _ALL_SLOTS = 1 << 40

@@ -11,11 +11,10 @@ from typing import TypeVar
 
 import msgspec
 
-from kvolt.core.errors import KvoltError, NetworkFault, TransferFailed, from_info
+from kvolt.core.errors import MALFORMED, KvoltError, NetworkFault, TransferFailed, from_info
 from kvolt.core.ids import InstanceId
 from kvolt.kv.shared_pool import wire
 from kvolt.kv.tiers.slot_memory import BlockShape
-from kvolt.runtime.plane.wire import MALFORMED
 from kvolt.runtime.tasks import TaskGroup
 
 log = logging.getLogger(__name__)

@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from kvolt.core.errors import (
+    MALFORMED,
     ConfigError,
     EngineFailed,
     InvalidRequest,
@@ -31,7 +32,6 @@ from kvolt.kv.tiers.host_tier import HostTier, int64_array
 from kvolt.kv.tiers.slot_memory import BlockShape
 from kvolt.kv.tiers.tier_thread import TierThread
 from kvolt.runtime.plane.byte_budget import ByteBudget
-from kvolt.runtime.plane.wire import MALFORMED
 from kvolt.runtime.tasks import TaskGroup
 from kvolt.transfer.agent import OfferHandle, TransferAgent
 from kvolt.transfer.memory.pieces import Sums

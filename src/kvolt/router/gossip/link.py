@@ -8,11 +8,11 @@ import logging
 import msgspec
 
 from kvolt.core.endpoints import ROUTER_LOAD_TOPIC
+from kvolt.core.errors import MALFORMED
 from kvolt.router.gossip.loads import GossipOptions, LoadPublisher, LoadVector, ReplicaLoads
 from kvolt.router.kv_router import KvRouter
 from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.runtime.events.port import EventStream
-from kvolt.runtime.plane.wire import MALFORMED
 from kvolt.runtime.runtime import Runtime
 from kvolt.runtime.tasks import TaskGroup
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from kvolt.core.card import HASH_SCHEME, EngineInfo
 from kvolt.core.endpoints import KV_TOPIC, Instance
-from kvolt.core.errors import KvoltError
+from kvolt.core.errors import MALFORMED, KvoltError
 from kvolt.core.ids import InstanceId
 from kvolt.core.kv_events import KvEventBatch
 from kvolt.router.index.prefix_index import BlockIndex
@@ -30,7 +30,6 @@ from kvolt.router.ingest.slots import InstanceSlots
 from kvolt.runtime.endpoint.call import Deadlines
 from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.runtime.events.port import Event, EventStream
-from kvolt.runtime.plane.wire import MALFORMED
 from kvolt.runtime.runtime import Runtime
 from kvolt.runtime.tasks import TaskGroup
 

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvolt.core.endpoints import CONTROL, KV_POOL, EndpointAddress, Instance
+from kvolt.core.errors import MALFORMED
 from kvolt.core.ids import InstanceId
 from kvolt.runtime.endpoint.client import EndpointClient
-from kvolt.runtime.plane.wire import MALFORMED
 from kvolt.runtime.runtime import Runtime
 from kvolt.runtime.tasks import TaskGroup
 

@@ -7,7 +7,15 @@ from collections.abc import AsyncIterator
 import msgspec
 
 from kvolt.core.endpoints import CONTROL, EndpointAddress, Instance
-from kvolt.core.errors import InvalidRequest, KvoltError, NotFound, ProtocolError, Unavailable, Unsupported
+from kvolt.core.errors import (
+    MALFORMED,
+    InvalidRequest,
+    KvoltError,
+    NotFound,
+    ProtocolError,
+    Unavailable,
+    Unsupported,
+)
 from kvolt.core.ids import InstanceId
 from kvolt.core.kv_events import HASH_BYTES, KvEventBatch, Tier
 from kvolt.core.kv_recovery import (
@@ -20,7 +28,6 @@ from kvolt.core.kv_recovery import (
 from kvolt.router.ingest.feed import RecoveryRefused, ReplayReceived, Response, SnapshotReceived
 from kvolt.runtime.endpoint.call import Deadlines, open_stream
 from kvolt.runtime.plane.port import Destination, RequestPlane
-from kvolt.runtime.plane.wire import MALFORMED
 
 MAX_BLOCKS = 8_000_000
 """Snapshot limit per worker: 64 MB. Workers with more blocks are indexed from their events alone."""

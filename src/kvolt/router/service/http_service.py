@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from kvolt.core.delta import Usage
-from kvolt.core.errors import InvalidRequest, NotFound, Overloaded
+from kvolt.core.errors import MALFORMED, InvalidRequest, NotFound, Overloaded
 from kvolt.core.ids import InstanceId
 from kvolt.core.kv_events import KvChange, pack_hashes
 from kvolt.core.load import LoadReport
@@ -48,7 +48,6 @@ from kvolt.runtime.http.server import (
     json_error,
 )
 from kvolt.runtime.network import Network
-from kvolt.runtime.plane.wire import MALFORMED
 from kvolt.runtime.tasks import TaskGroup
 
 MAX_MODELS = 256

@@ -33,11 +33,10 @@ from urllib.parse import quote
 
 import msgspec
 
-from kvolt.core.errors import KeyConflict
+from kvolt.core.errors import MALFORMED, KeyConflict
 from kvolt.runtime.discovery.port import LeaseId
 from kvolt.runtime.discovery.view import LeaseObservation, Record, Snapshot
 from kvolt.runtime.host.private_directory import make_private
-from kvolt.runtime.plane.wire import MALFORMED
 
 log = logging.getLogger(__name__)
 

@@ -19,17 +19,13 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from kvolt.core.endpoints import PublisherRegistration, decode_publisher, publishers_prefix
 from kvolt.core.errors import KvoltError, NotFound, Overloaded, PayloadTooLarge
 from kvolt.core.ids import InstanceId
 from kvolt.runtime.discovery.port import Delete, Discovery, Put
 from kvolt.runtime.endpoint.server import EndpointServer, msgpack_decoder
 from kvolt.runtime.events.port import MAX_PAYLOAD_BYTES, Event
-from kvolt.runtime.events.registration import (
-    RegisteredPublisher,
-    Registration,
-    decode_registration,
-    registrations_prefix,
-)
+from kvolt.runtime.events.registration import RegisteredPublisher
 from kvolt.runtime.events.subscriber_queue import (
     NO_COUNTERS,
     EventCounters,
@@ -105,7 +101,7 @@ class PlaneEvents:
         self._subscribers: dict[str, dict[_Subscriber, None]] = {}
         """Streams of other processes, by topic."""
         self._task_group = TaskGroup(f"events/{publisher}")
-        key = registrations_prefix(options.namespace) + publisher
+        key = publishers_prefix(options.namespace) + publisher
         self._registered = RegisteredPublisher(discovery, key, options.lease_ttl_s, self._task_group)
         self._sources: dict[str, _Source] = {}
         """Other publishers, by discovery key."""
@@ -127,7 +123,9 @@ class PlaneEvents:
         try:
             for topic in self._subscriptions.topics:
                 self._subscribe(topic)
-            await self._registered.publish(Registration(self._plane.address, VERSION, self._identity.uri))
+            await self._registered.publish(
+                PublisherRegistration(self._plane.address, VERSION, self._identity.uri)
+            )
         except BaseException:
             await self.close()
             raise
@@ -205,7 +203,7 @@ class PlaneEvents:
 
     async def _follow_publishers(self) -> None:
         """Follow publishers that register until they leave. Ends when discovery is closed."""
-        prefix = registrations_prefix(self._options.namespace)
+        prefix = publishers_prefix(self._options.namespace)
         async for change in self._discovery.watch_prefix(prefix):
             if isinstance(change, Put):
                 self._on_registered(change.key, change.key.removeprefix(prefix), change.value)
@@ -213,7 +211,7 @@ class PlaneEvents:
                 self._sources.pop(change.key).close()
 
     def _on_registered(self, key: str, publisher: str, value: bytes) -> None:
-        known, registration = self._sources.get(key), decode_registration(value)
+        known, registration = self._sources.get(key), decode_publisher(value)
         if publisher == self._publisher or (known is not None and known.registration == registration):
             return
         if known is not None:
@@ -254,7 +252,7 @@ class _Source:
         self,
         plane: RequestPlane,
         publisher: str,
-        registration: Registration,
+        registration: PublisherRegistration,
         identity: Identity,
         subscriptions: Subscriptions,
     ) -> None:

@@ -12,10 +12,11 @@ import logging
 
 import zmq
 
+from kvolt.core.endpoints import PublisherRegistration, publishers_prefix
 from kvolt.core.errors import PayloadTooLarge, Unavailable
 from kvolt.runtime.discovery.port import Discovery
 from kvolt.runtime.events.port import MAX_PAYLOAD_BYTES
-from kvolt.runtime.events.registration import RegisteredPublisher, Registration, registrations_prefix
+from kvolt.runtime.events.registration import RegisteredPublisher
 from kvolt.runtime.events.subscriber_queue import (
     NO_COUNTERS,
     EventCounters,
@@ -58,7 +59,7 @@ class ZmqEvents:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._sender: Sender | None = None
         self._receiver: Receiver | None = None
-        key = registrations_prefix(options.namespace) + publisher
+        key = publishers_prefix(options.namespace) + publisher
         self._registered = RegisteredPublisher(discovery, key, options.lease_ttl_s, self._task_group)
         self._started = False
 
@@ -79,7 +80,7 @@ class ZmqEvents:
             self._sender = Sender(self._context, self._options)
             for topic in self._subscriptions.topics:
                 self._subscribe(topic)
-            await self._registered.publish(Registration(self._sender.address, MESSAGE_VERSION))
+            await self._registered.publish(PublisherRegistration(self._sender.address, MESSAGE_VERSION))
             if self._sender is None:
                 raise Unavailable("the event plane was closed while starting", reason="closed")
         except BaseException:

@@ -18,16 +18,15 @@ from struct import Struct as Packing
 import msgspec
 import zmq
 
-from kvolt.core.errors import ConfigError
+from kvolt.core.endpoints import PublisherRegistration, publishers_prefix
+from kvolt.core.errors import MALFORMED, ConfigError
 from kvolt.runtime.discovery.port import Delete, Discovery, Put
 from kvolt.runtime.events.port import MAX_PAYLOAD_BYTES, Event
-from kvolt.runtime.events.registration import Registration, registrations_prefix
 from kvolt.runtime.events.subscriber_queue import (
     EventCounters,
     Subscriptions,
 )
 from kvolt.runtime.network import is_wildcard
-from kvolt.runtime.plane.wire import MALFORMED
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +120,7 @@ class Receiver:
     ) -> None:
         self._subscriptions = subscriptions
         self._counters = counters
-        self._prefix = registrations_prefix(options.namespace)
+        self._prefix = publishers_prefix(options.namespace)
         self._high_water_messages = options.high_water_messages
         self._addresses: dict[str, str] = {}
         self._skipped: dict[str, None] = {}
@@ -168,7 +167,7 @@ class Receiver:
     def _on_registered(self, key: str, value: bytes) -> None:
         publisher = key.removeprefix(self._prefix)
         try:
-            registration = msgspec.msgpack.decode(value, type=Registration)
+            registration = msgspec.msgpack.decode(value, type=PublisherRegistration)
         except MALFORMED as error:
             self._skip(key, "registration", f"malformed registration: {error}")
             return

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from kvolt.core.delta import Delta, merge_deltas
-from kvolt.core.errors import ErrorInfo, InvalidRequest, KvoltError, Overloaded, to_info
+from kvolt.core.errors import MALFORMED, ErrorInfo, InvalidRequest, KvoltError, Overloaded, to_info
 from kvolt.runtime.plane.stats import PlaneStats
 from kvolt.runtime.plane.streams import Body, Decode
-from kvolt.runtime.plane.wire import MALFORMED, Open
+from kvolt.runtime.plane.wire import Open
 from kvolt.runtime.security.identity import Identity
 
 BACKLOG_ITEMS = 1024

@@ -13,6 +13,7 @@ import msgspec
 
 from kvolt.core.delta import Delta
 from kvolt.core.errors import (
+    MALFORMED,
     Cancelled,
     ConnectFailed,
     DeadlineExceeded,
@@ -194,7 +195,7 @@ class Session(SendingSide):
         for kind, stream_id, payload in frames:
             try:
                 self._handle(kind, stream_id, payload)
-            except wire.MALFORMED as error:
+            except MALFORMED as error:
                 name = FrameKind(kind).name
                 raise ProtocolError(f"a {name} frame does not decode: {error}", rule="payload") from error
 
@@ -255,7 +256,7 @@ class Session(SendingSide):
         if kind == FrameKind.DELTAS:
             try:
                 deltas = wire.decode_deltas(payload)
-            except wire.MALFORMED:
+            except MALFORMED:
                 self._on_items(wire.decode_items(payload), wire.decode_delta)  # one may have a newer version
             else:
                 self._on_deltas(deltas)

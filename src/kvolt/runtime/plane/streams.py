@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 import msgspec
 
-from kvolt.core.errors import KvoltError, ProtocolError
+from kvolt.core.errors import MALFORMED, KvoltError, ProtocolError
 from kvolt.runtime.plane.bulk import Message, MessageKind
-from kvolt.runtime.plane.wire import MALFORMED, decode_delta
+from kvolt.runtime.plane.wire import decode_delta
 
 Body = bytes | msgspec.Raw
 Decode = Callable[[Body], Any]

@@ -58,9 +58,6 @@ class FrameKind(IntEnum):
 
 MAX_STREAM_ID = 2**32 - 1
 
-MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""Exceptions from decoding a peer's bytes; msgspec passes on bad UTF-8 and too deep nesting as they are."""
-
 Frame = tuple[int, int, bytes]
 """Kind, stream, payload."""
 

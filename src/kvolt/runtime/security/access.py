@@ -9,6 +9,7 @@ from __future__ import annotations
 from kvolt.core.endpoints import (
     CARD,
     CONTROL,
+    EVENT_PUBLISHERS,
     GENERATE,
     INSTANCES,
     KV,
@@ -16,9 +17,9 @@ from kvolt.core.endpoints import (
     KV_TOPIC,
     LOAD_TOPIC,
     decode_instance,
+    decode_publisher,
 )
 from kvolt.core.errors import AccessDenied
-from kvolt.runtime.events.registration import EVENT_PUBLISHERS, decode_registration
 from kvolt.runtime.process_control import CONTROL_ENDPOINT, EVENTS_ENDPOINT, STATUS_ENDPOINT
 from kvolt.runtime.security.identity import Identity, ProcessRole
 
@@ -70,7 +71,7 @@ def check_registration(identity: Identity, key: str, value: bytes) -> None:
     if identity.role not in _LIMITED:
         return
     if key.startswith(EVENT_PUBLISHERS):
-        registration = decode_registration(value)
+        registration = decode_publisher(value)
         if registration is None or registration.identity != identity.uri:
             raise AccessDenied(
                 f"the value of {key[:200]} describes another process", role=identity.role.value

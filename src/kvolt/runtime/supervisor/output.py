@@ -19,9 +19,9 @@ from typing import Any, TextIO
 
 import msgspec
 
+from kvolt.core.errors import MALFORMED
 from kvolt.runtime.clock import Clock
 from kvolt.runtime.logs import JsonFormatter
-from kvolt.runtime.plane.wire import MALFORMED
 from kvolt.runtime.supervisor.plan import Level
 
 LINE_LIMIT_BYTES = 64 * 1024

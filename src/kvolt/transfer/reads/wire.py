@@ -18,8 +18,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from kvolt.core.errors import ErrorInfo, ProtocolError
-from kvolt.runtime.plane.wire import MALFORMED
+from kvolt.core.errors import MALFORMED, ErrorInfo, ProtocolError
 from kvolt.transfer.memory.device_memory import DeviceHandle
 from kvolt.transfer.memory.slabs import SlabInfo
 from kvolt.transfer.paths.capabilities import PathCapabilities

@@ -21,10 +21,9 @@ from kvolt.core.endpoints import (
     component_name,
     decode_instance,
 )
-from kvolt.core.errors import ConfigError, DiscoveryLost, Unsupported
+from kvolt.core.errors import MALFORMED, ConfigError, DiscoveryLost, Unsupported
 from kvolt.core.request import Role
 from kvolt.engines.contract import Engine, KvAddressable
-from kvolt.runtime.plane.wire import MALFORMED
 from kvolt.runtime.runtime import Runtime
 from kvolt.transfer.memory.layout import SlabLayout, why_incompatible
 

@@ -19,11 +19,10 @@ from typing import cast
 import msgspec
 
 from kvolt.core.delta import StageTimes
-from kvolt.core.errors import InvalidRequest, KvoltError, Unsupported
+from kvolt.core.errors import MALFORMED, InvalidRequest, KvoltError, Unsupported
 from kvolt.core.ids import BlockKey, InstanceId, RequestId, SequenceHash
 from kvolt.core.request import READER_KEY_BYTES, Handoff, Rendezvous, Request
 from kvolt.engines.contract import KvAllocation, Prefill
-from kvolt.runtime.plane.wire import MALFORMED
 from kvolt.runtime.tasks import TaskGroup
 from kvolt.worker.kv.mover import KvMover, KvOffer, KvSettling
 from kvolt.worker.kv.rendezvous import (

@@ -12,10 +12,9 @@ from typing import Annotated, Protocol
 
 import msgspec
 
-from kvolt.core.errors import KvoltError, ProtocolError
+from kvolt.core.errors import MALFORMED, KvoltError, ProtocolError
 from kvolt.core.ids import BlockKey, RequestId
 from kvolt.engines.contract import KvAddressable, KvAllocation, Prefill
-from kvolt.runtime.plane.wire import MALFORMED
 from kvolt.runtime.tasks import TaskGroup
 from kvolt.transfer.agent import OfferHandle, Operation, TransferAgent
 from kvolt.transfer.memory.layout import SlabLayout, sources_for

@@ -17,11 +17,10 @@ from typing import Annotated, Protocol
 
 import msgspec
 
-from kvolt.core.errors import KvoltError, NotFound, ProtocolError
+from kvolt.core.errors import MALFORMED, KvoltError, NotFound, ProtocolError
 from kvolt.core.ids import BlockKey
 from kvolt.core.request import READER_KEY_BYTES, Handoff, Rendezvous, Request, reader_proof
 from kvolt.engines.contract import KvAddressable, KvAllocation, KvMovable, Prefill
-from kvolt.runtime.plane.wire import MALFORMED
 from kvolt.worker.kv.mover import KvMessage, KvMover, KvOffer
 
 log = logging.getLogger(__name__)

@@ -15,13 +15,12 @@ import uvloop
 from tests.unit.runtime.events.plane_lab import PREFIX, EventProcess, PlaneHarness, retry_soon
 from tests.waits import MUST_HAPPEN_S
 
-from kvolt.core.endpoints import KV_TOPIC, LOAD_TOPIC, ROUTER_LOAD_TOPIC
+from kvolt.core.endpoints import KV_TOPIC, LOAD_TOPIC, ROUTER_LOAD_TOPIC, PublisherRegistration
 from kvolt.core.errors import AccessDenied, NotFound, PayloadTooLarge
 from kvolt.runtime.endpoint.call import Deadlines, decode_any, open_stream
 from kvolt.runtime.events import plane_events
 from kvolt.runtime.events.plane_events import VERSION, Subscribe
 from kvolt.runtime.events.port import Event, EventStream
-from kvolt.runtime.events.registration import Registration
 from kvolt.runtime.plane.port import Destination
 from kvolt.runtime.process_control import EVENTS_ENDPOINT
 from kvolt.runtime.security.identity import ProcessRole
@@ -118,7 +117,7 @@ async def test_a_registration_of_another_address_gets_no_events_and_takes_none(
         await harness.plane(role) for role in (ProcessRole.WORKER, ProcessRole.WORKER, ProcessRole.FRONTEND)
     ]
     assert victim.tcp.address is not None
-    forged = Registration(victim.tcp.address, VERSION, claimed)
+    forged = PublisherRegistration(victim.tcp.address, VERSION, claimed)
     lease = await harness.discovery.lease(30)
     await harness.discovery.put(PREFIX + "forged", msgspec.msgpack.encode(forged), lease)
     stream = frontend.subscribe(KV_TOPIC)
@@ -204,7 +203,7 @@ async def test_large_events_arrive_and_larger_ones_are_refused(harness: PlaneHar
 
 @pytest.mark.parametrize(
     "value",
-    [b"\xc1", b"", msgspec.msgpack.encode(Registration("tcp://127.0.0.1:1", 1))],
+    [b"\xc1", b"", msgspec.msgpack.encode(PublisherRegistration("tcp://127.0.0.1:1", 1))],
     ids=["garbage", "empty", "without-a-key"],
 )
 async def test_registrations_without_a_certificate_are_ignored(

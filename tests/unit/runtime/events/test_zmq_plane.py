@@ -13,11 +13,11 @@ import zmq
 from tests.unit.runtime.events.zmq_lab import PREFIX, ZmqHarness, no_sockets_left, until
 from tests.waits import MUST_HAPPEN_S
 
+from kvolt.core.endpoints import PublisherRegistration
 from kvolt.core.errors import ConfigError, DiscoveryLost, PayloadTooLarge, Unavailable
 from kvolt.runtime.events import zmq_plane
 from kvolt.runtime.events import zmq_sockets as events_zmq
 from kvolt.runtime.events.port import Event
-from kvolt.runtime.events.registration import Registration
 from kvolt.runtime.events.zmq_plane import ZmqEvents
 from kvolt.runtime.events.zmq_sockets import ZmqOptions, decode, encode
 from kvolt.testing.events_suite import CASES
@@ -91,7 +91,9 @@ async def test_a_plane_that_only_publishes_watches_nothing(harness):
 
 async def test_advertises_another_host_than_it_binds(harness):
     plane = await harness.plane(host="0.0.0.0", advertise_host="127.0.0.1")
-    registration = msgspec.msgpack.decode(harness.store.content("")[PREFIX + "p1"], type=Registration)
+    registration = msgspec.msgpack.decode(
+        harness.store.content("")[PREFIX + "p1"], type=PublisherRegistration
+    )
     assert registration.address.startswith("tcp://127.0.0.1:")
     stream = plane.subscribe("kv")
     await harness.connected(plane, "kv", stream)
@@ -152,7 +154,7 @@ async def test_publisher_of_unknown_version_is_skipped_with_one_warning(harness,
     lease = await harness.discovery.lease(600)
     with caplog.at_level(logging.WARNING, logger=events_zmq.__name__):
         for port in (7, 8, 9):
-            value = msgspec.msgpack.encode(Registration(f"tcp://127.0.0.1:{port}", 99))
+            value = msgspec.msgpack.encode(PublisherRegistration(f"tcp://127.0.0.1:{port}", 99))
             await harness.discovery.put(PREFIX + "newer", value, lease)
             await harness.connected(plane, "kv", stream)
     assert [record.getMessage() for record in caplog.records] == [
@@ -169,9 +171,9 @@ async def test_publisher_of_unknown_version_is_skipped_with_one_warning(harness,
         (msgspec.msgpack.encode({"address": 7, "version": 1}), "registration"),
         (b"\x81\xa7address\xa1\xff", "registration"),  # bad UTF-8
         (b"\x81\xa1x" + b"\x91" * 100_000 + b"\xc0", "registration"),  # nested too deep
-        (msgspec.msgpack.encode(Registration("nonsense", 1)), "address"),
-        (msgspec.msgpack.encode(Registration("tcp://nonsense", 1)), "address"),
-        (msgspec.msgpack.encode(Registration("ipc:///tmp/elsewhere", 1)), "address"),
+        (msgspec.msgpack.encode(PublisherRegistration("nonsense", 1)), "address"),
+        (msgspec.msgpack.encode(PublisherRegistration("tcp://nonsense", 1)), "address"),
+        (msgspec.msgpack.encode(PublisherRegistration("ipc:///tmp/elsewhere", 1)), "address"),
     ],
 )
 async def test_bad_registrations_are_counted_and_ignored(harness, value, reason):
@@ -197,7 +199,7 @@ async def test_a_failure_over_one_publisher_is_said_and_the_others_are_followed(
 
     monkeypatch.setattr(events_zmq.Receiver, "_connect", fail_once)
     stream = plane.subscribe("kv")
-    value = msgspec.msgpack.encode(Registration("tcp://127.0.0.1:1", 1))
+    value = msgspec.msgpack.encode(PublisherRegistration("tcp://127.0.0.1:1", 1))
     await harness.discovery.put(PREFIX + "unlucky", value, await harness.discovery.lease(600))
     await until(lambda: harness.totals["rejected", "registration"] == 1)
     await harness.connected(plane, "kv", stream)
@@ -212,7 +214,7 @@ async def test_malformed_and_unregistered_messages_are_counted_and_skipped(harne
     stream = receiver.subscribe("kv")
     with zmq.Context() as context, context.socket(zmq.PUB) as rogue:
         port = rogue.bind_to_random_port("tcp://127.0.0.1")
-        value = msgspec.msgpack.encode(Registration(f"tcp://127.0.0.1:{port}", 1))
+        value = msgspec.msgpack.encode(PublisherRegistration(f"tcp://127.0.0.1:{port}", 1))
         await harness.discovery.put(PREFIX + "rogue", value, await harness.discovery.lease(600))
 
         def send_until_heard() -> bool:
@@ -321,7 +323,7 @@ async def test_publishers_learn_the_subscribed_topics(harness):
     plane = await harness.plane()
     with zmq.Context() as context, context.socket(zmq.XPUB) as publisher:
         port = publisher.bind_to_random_port("tcp://127.0.0.1")
-        value = msgspec.msgpack.encode(Registration(f"tcp://127.0.0.1:{port}", 1))
+        value = msgspec.msgpack.encode(PublisherRegistration(f"tcp://127.0.0.1:{port}", 1))
         await harness.discovery.put(PREFIX + "xpub", value, await harness.discovery.lease(600))
         one, two = plane.subscribe("kv"), plane.subscribe("kv")
         await until(lambda: publisher.poll(0))

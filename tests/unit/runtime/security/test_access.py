@@ -8,13 +8,18 @@ import pytest
 from tests.unit.runtime.security.test_secure_network import credentials
 from tests.waits import MUST_HAPPEN_S
 
-from kvolt.core.endpoints import EndpointAddress, Instance, encode_instance
+from kvolt.core.endpoints import (
+    EndpointAddress,
+    Instance,
+    PublisherRegistration,
+    encode_instance,
+    publishers_prefix,
+)
 from kvolt.core.errors import AccessDenied, ConfigError, ConnectFailed
 from kvolt.core.ids import InstanceId
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.config.settings import ClusterSettings
 from kvolt.runtime.endpoint.call import Deadlines, decode_any, open_stream
-from kvolt.runtime.events.registration import Registration, registrations_prefix
 from kvolt.runtime.join import server as join_server
 from kvolt.runtime.plane.connection import ConnectionOptions
 from kvolt.runtime.plane.port import Destination
@@ -117,7 +122,7 @@ def test_a_registration_describes_the_instance_of_its_key() -> None:
 
 
 def test_workers_may_register_event_publishers_and_nothing_else() -> None:
-    key, own = registrations_prefix("default") + "1", Registration("10.0.0.5:1", 2, "kvolt://worker/a")
+    key, own = publishers_prefix("default") + "1", PublisherRegistration("10.0.0.5:1", 2, "kvolt://worker/a")
     check_registration(identity(ProcessRole.WORKER), key, msgspec.msgpack.encode(own))
     for forged in (msgspec.structs.replace(own, identity="kvolt://worker/victim"), None):
         with pytest.raises(AccessDenied, match="another process"):
