@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
+from msgspec import UNSET
 
 from kvolt.core.endpoints import QUEUE_DETAILS
 from kvolt.core.errors import InvalidRequest, Unavailable
@@ -143,6 +144,7 @@ class FrontendApp:
             id=name,
             created=self._started_at,
             root=model.root,
+            alias_of=UNSET if name == model.name else model.name,
             parent=None if model.lora is None else model.card.name,
             context_window=length,
             max_model_len=length,

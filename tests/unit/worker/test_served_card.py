@@ -31,9 +31,9 @@ def test_requests_reach_a_model_under_all_its_names() -> None:
             edge = await lab.frontend()
             await edge.ready("chat")
             listed = (await edge.ask("/v1/models")).json["data"]
-            assert [(each["id"], each["root"], each["parent"]) for each in listed] == [
+            assert [(each["id"], each["root"], each.get("alias_of")) for each in listed] == [
                 ("chat", MODEL, None),
-                ("chat-fast", MODEL, None),
+                ("chat-fast", MODEL, "chat"),
             ]
             for name in ("chat", "chat-fast"):
                 answer = await edge.chat(model=name, max_tokens=3)

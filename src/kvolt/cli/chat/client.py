@@ -55,7 +55,7 @@ class ChatClient:
         if not isinstance(data, list):
             raise self._incompatible("invalid model list")
         models = {str(model["id"]): model for model in data if isinstance(model, dict) and "id" in model}
-        return [name for name, model in models.items() if not _is_alias(name, model, models)]
+        return [name for name, model in models.items() if not _is_alias(model, models)]
 
     async def stream(self, body: dict[str, Any]) -> AsyncGenerator[Piece, None]:
         """Stream an answer. Closing the iterator cancels the request."""
@@ -135,7 +135,7 @@ def _response_error(status: int, headers: Mapping[str, str], body: bytes) -> Kvo
             return KvoltError(message)
 
 
-def _is_alias(name: str, model: Mapping[str, Any], listed: Mapping[str, Any]) -> bool:
-    """Whether an entry is another name of a listed model; an adapter also names its `parent`."""
-    root = model.get("root")
-    return isinstance(root, str) and root != name and root in listed and not model.get("parent")
+def _is_alias(model: Mapping[str, Any], listed: Mapping[str, Any]) -> bool:
+    """Whether an entry of kvolt's list is another name of a listed model."""
+    name = model.get("alias_of")
+    return isinstance(name, str) and name in listed

@@ -258,6 +258,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="
     owned_by: str = "kvolt"
     root: str | UnsetType = UNSET
     """Name under which the model, of an adapter its base model, was loaded: a name, a folder or a file."""
+    alias_of: str | UnsetType = UNSET
+    """The name of the model of which `id` is another name."""
     parent: str | UnsetType | None = UNSET
     """The base model of an adapter; `null` for a model."""
     context_window: _Count | UnsetType = UNSET

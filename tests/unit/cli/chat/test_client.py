@@ -320,3 +320,11 @@ def test_tls(monkeypatch: pytest.MonkeyPatch) -> None:
     with Server() as server, pytest.raises(ConnectFailed, match="does not speak TLS") as caught:
         models_of(client_of(f"https://{server.address}"))
     assert caught.value.fields["remedy"] == "try http://"
+
+
+def test_names_of_models_do_not_include_aliases() -> None:
+    listed = [{"id": "chat"}, {"id": "chat-fast", "alias_of": "chat"}, {"id": "b", "alias_of": "gone"}]
+    listed += [{"id": "c", "alias_of": ["chat"]}, {"id": "sql", "root": "chat", "parent": "chat"}]
+    with Server() as server:
+        server.models = json.dumps({"data": listed}).encode()
+        assert models_of(client_of(server.url)) == ["chat", "b", "c", "sql"]
