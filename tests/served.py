@@ -37,7 +37,8 @@ class Served:
         }
         command = [sys.executable, "-m", "kvolt", "serve", str(model), "--engine", engine]
         command += ["--port", str(port), "--arg", f"engine_args={json.dumps(engine_args)}"]
-        command += ["--arg", "served_name=tiny", *flags]
+        # Tests expect placement by KV: on a busy machine the router would learn that one worker is slower.
+        command += ["--arg", "served_name=tiny", "--set", "router.correct_times=false", *flags]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=self.environ, cwd=folder)
 
@@ -64,11 +65,14 @@ class Served:
         found = re.findall(r"^kvolt_journey_migrations_total\{.*\} (\S+)$", told, re.MULTILINE)
         return sum(map(float, found))
 
-    def worker_metrics(self) -> list[str]:
-        """Of each worker, at its admin port."""
+    def worker_admins(self) -> list[str]:
+        """URLs of the workers' admin ports."""
         command = [sys.executable, "-m", "kvolt", "status", "--json"]
         told = json.loads(subprocess.check_output(command, env=self.environ, timeout=PATIENCE_S))
-        return [_read(f"http://{each['admin']}/metrics") for each in told if each["name"] != "frontend"]
+        return [f"http://{each['admin']}" for each in told if each["name"] != "frontend"]
+
+    def worker_metrics(self) -> list[str]:
+        return [_read(f"{admin}/metrics") for admin in self.worker_admins()]
 
     def worker_ids(self) -> set[str]:
         return {found for each in self.worker_metrics() for found in re.findall(r'worker_id="(\w+)"', each)}
@@ -106,10 +110,6 @@ class Served:
             told = self.ask(prompt, 4, nvext={"annotations": ["query_instance_id:"]})
             found.append((worker_of(told), int(told["nvext"]["routed"]["overlap_blocks"])))
         return found[-1]
-
-    def worker_processes(self) -> list[psutil.Process]:
-        children = psutil.Process(self.process.pid).children()
-        return [each for each in children if "worker" in each.cmdline()]
 
     def close(self) -> None:
         family = psutil.Process(self.process.pid).children(recursive=True)
@@ -171,6 +171,16 @@ def _read(url: str) -> str:
         return str(answer.read().decode())
 
 
+def busiest_worker(admins: list[str]) -> int:
+    """Process id of the worker with most streams."""
+    workers = [json.loads(_read(f"{admin}/status")) for admin in admins]
+
+    def num_streams(worker: dict[str, Any]) -> int:
+        return sum(each["active_streams"] for each in worker["endpoints"])
+
+    return int(max(workers, key=num_streams)["pid"])
+
+
 # --- what holds of every engine
 
 
@@ -186,7 +196,8 @@ def check_a_returning_prefix_goes_to_its_holder(pair: Served, block_size: int) -
     for prompt, holder in zip(prompts, holders, strict=True):
         longer = [*prompt, 77, 78, 79]
         num_blocks = len(prompt) // block_size
-        assert pair.expected(longer) == (holder, num_blocks)
+        expected = pair.expected(longer)
+        assert expected == (holder, num_blocks), (expected, holder)
         again = pair.ask(longer, 4)
         assert worker_of(again) == holder, "the holder is another one"
         assert cached_of(again) == num_blocks * block_size, "the engine found something else"
@@ -196,8 +207,8 @@ def check_streams_of_a_killed_worker_go_on(pair: Served, num_tokens: int) -> Non
     """As if nothing had happened."""
     prompts = [[30 + number, *range(200, 260)] for number in range(6)]
     whole = pair.ask_all(prompts, num_tokens)
-    assert len({worker_of(each) for each in whole}) == 2, "whoever is killed has some of them"
     assert pair.num_migrated() == 0
+    admins = pair.worker_admins()
     answers = [Streamed() for _ in prompts]
     with ThreadPoolExecutor(len(prompts)) as threads:
         texts = [
@@ -208,7 +219,7 @@ def check_streams_of_a_killed_worker_go_on(pair: Served, num_tokens: int) -> Non
         ]
         pair.until(lambda: all(answer.num_events > 3 for answer in answers))
         assert all(answer.finish is None for answer in answers), "they are under way"
-        os.kill(pair.worker_processes()[0].pid, signal.SIGKILL)
+        os.kill(busiest_worker(admins), signal.SIGKILL)
         assert [each.result(120) for each in texts] == [text_of(each) for each in whole]
     assert {answer.finish for answer in answers} == {"length"}
     assert pair.num_migrated() > 0, "the one that was killed had none of them"

@@ -164,7 +164,7 @@ class SglangHarness:
     spec: EngineSpec
     arguments: SglangArguments
     ending: tuple[int, ...] = ()
-    deadline_s: float = 60.0
+    deadline_s: float = 240.0
 
     def engine(self) -> SglangEngine:
         return _Subscribed(self.spec, self.arguments, new_host=self.host.lend)

@@ -13,6 +13,7 @@ from kvolt.core.delta import FinishReason
 from kvolt.core.errors import InvalidRequest, Unsupported
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Grammar, GrammarKind, Sampling
+from kvolt.engines.contract import check_sampling_fields
 from kvolt.testing.engines.harness import Run, block_hashes, engine_run
 
 GREEDY = Sampling(temperature=0.0)
@@ -124,8 +125,9 @@ async def test_what_it_cannot_do_is_refused(harness: SglangHarness) -> None:
         ):
             with pytest.raises(Unsupported):
                 run.engine.submit(refused)
-        with pytest.raises(Unsupported):
-            run.submit(replace(request, sampling=replace(sampling, allowed_token_ids=(3, 4))))
+        with pytest.raises(Unsupported):  # as the worker does before the engine gets it
+            allowed = replace(sampling, allowed_token_ids=(3, 4))
+            check_sampling_fields(allowed, run.engine.sampling_fields, "sglang")
         with pytest.raises(InvalidRequest):
             run.engine.submit(replace(request, lora="nobody"))
         await run.assert_empty()

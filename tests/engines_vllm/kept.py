@@ -88,7 +88,7 @@ class Kept:
 class VllmHarness:
     kept: Kept
     ending: tuple[int, ...] = ()
-    deadline_s: float = 60.0
+    deadline_s: float = 240.0
     settle_s: float = 0.15
     """vLLM tells of its blocks by a socket of its own, a moment after the step."""
 
