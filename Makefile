@@ -21,7 +21,7 @@ VLLM_VENV ?= .venv-vllm
 SGLANG_VENV ?= .venv-sglang
 RELEASE_VENV ?= .venv-release
 # Tests of a real engine have its environment, and a conftest of their own.
-ENGINE_PYTEST := -m pytest -q --timeout 300 -o filterwarnings=default -o addopts="--import-mode=importlib -ra" \
+ENGINE_PYTEST := -m pytest -q --timeout 900 -o filterwarnings=default -o addopts="--import-mode=importlib -ra" \
 	-o asyncio_default_fixture_loop_scope=session -o asyncio_default_test_loop_scope=session
 
 # Packages whose unit tests neither start processes nor run whole clusters.

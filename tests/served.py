@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-READY_S = 240.0
+READY_S = 600.0
 PATIENCE_S = 60.0
 
 

@@ -51,7 +51,7 @@ def served(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
     flags = ("--prefill", "1", "--decode", "1", "--prefill-choice", "threshold")
     served = Served(tmp_path_factory.mktemp("served"), tiny, "vllm", ENGINE_ARGS, *flags)
     try:
-        served.until(lambda: served.num_workers() == 1, 240.0)
+        served.ready(1)
         yield served
     finally:
         served.close()

@@ -54,7 +54,7 @@ from kvolt.runtime.clock import SystemClock, ThreadBlocking
 TEMPLATES = Path(__file__).parents[1] / "unit" / "frontend" / "templates" / "jinja"
 MARKERS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 NONE = ParserNames(None, None)
-READY_S = 180.0
+READY_S = 600.0
 
 TOOL = {
     "type": "function",
