@@ -9,7 +9,7 @@ import socket
 from pathlib import Path
 
 from kvolt.core.errors import ConfigError, DeadlineExceeded
-from kvolt.runtime.clock import Clock, SystemClock, ThreadBlocking, new_id
+from kvolt.runtime.clock import Blocking, Clock, SystemClock, ThreadBlocking, new_id
 from kvolt.runtime.config.loader import default_discovery_path
 from kvolt.runtime.config.settings import ClusterSettings, Settings
 from kvolt.runtime.discovery.file import FileDiscovery
@@ -47,6 +47,7 @@ from kvolt.runtime.security.enrollment import SERVER_ROLES, EnrollmentServer
 from kvolt.runtime.security.exposure import check_exposure
 from kvolt.runtime.security.identity import Identity, ProcessRole
 from kvolt.runtime.security.secure_network import SecureNetwork
+from kvolt.runtime.security.used_tokens import UsedTokens
 
 _CHECK_TIMEOUT_S = 1.0
 
@@ -221,7 +222,12 @@ async def enroll_process(settings: Settings, identity: Identity) -> Credentials 
 
 
 def _internal_network(
-    settings: Settings, metrics: Metrics, clock: Clock, credentials: Credentials | None, role: ProcessRole
+    settings: Settings,
+    metrics: Metrics,
+    clock: Clock,
+    blocking: Blocking,
+    credentials: Credentials | None,
+    role: ProcessRole,
 ) -> Network:
     """Network between the processes of the cluster."""
     if credentials is None:
@@ -240,7 +246,9 @@ def _internal_network(
             remedy=f"start the join server in a frontend or router, and this {role} with --join HOST:PORT",
         )
     if listen is not None and credentials.authority is not None:
-        enrollment = listen, EnrollmentServer(authority, clock, metrics.count_handshake)
+        assert settings.cluster.key is not None
+        used_tokens = UsedTokens(Path(settings.cluster.key), blocking)
+        enrollment = listen, EnrollmentServer(authority, clock, metrics.count_handshake, used_tokens)
     return SecureNetwork(credentials, metrics.count_handshake, enrollment)
 
 
@@ -313,7 +321,7 @@ def make_ports(
         )
         return ZmqEvents(options, publisher, discovery, counters)
 
-    internal = _internal_network(settings, metrics, clock, credentials, identity.role)
+    internal = _internal_network(settings, metrics, clock, blocking, credentials, identity.role)
     plane = tcp_plane(internal, connection_options(settings))
     own = None if credentials is None else credentials.identity
     return Ports(clock, rng, SocketNetwork(), blocking, plane, discovery, events, credentials, own)

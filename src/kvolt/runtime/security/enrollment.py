@@ -18,9 +18,9 @@ import asyncio
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from struct import Struct as Packing
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import msgspec
 from cryptography import x509
@@ -35,6 +35,8 @@ from kvolt.runtime.network import join_address, peer_group
 from kvolt.runtime.security.authority import ClusterAuthority
 from kvolt.runtime.security.identity import Identity, ProcessRole, peer_identity
 from kvolt.runtime.security.join_token import CLOCK_SKEW_S, check_token, parse_token
+from kvolt.runtime.security.used_tokens import UsedToken, UsedTokens
+from kvolt.runtime.tasks import TaskGroup
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +47,6 @@ CONNECTION_S = 10.0
 MAX_CONNECTIONS = 64
 MAX_CONNECTIONS_PER_PEER = 16
 """The same of one peer address (IPv6: of a /64)."""
-MAX_USED_TOKENS = 16_384
-"""Used tokens are remembered until they expire; beyond this number tokens are refused."""
 LENGTH = Packing("<I")
 SERVER_ROLES = (ProcessRole.FRONTEND, ProcessRole.ROUTER)
 """Roles of join servers that enroll: a worker must not collect the tokens of others."""
@@ -91,16 +91,17 @@ class EnrollmentServer:
         authority: Callable[[], ClusterAuthority],
         clock: Clock,
         count_outcome: Callable[[str], None] = lambda outcome: None,
+        used_tokens: UsedTokens | None = None,
     ) -> None:
         """`count_outcome` gets `enrolled`, `renewed` or `enrollment_refused` for each request or connection."""
         self._authority = authority
         self._clock = clock
         self._count_outcome = count_outcome
-        self._used: dict[bytes, tuple[float, bytes]] = {}
-        """By token id: until when it is remembered, and the hash of the key that it was used for."""
+        self._used = used_tokens or UsedTokens()
         self._connections: Counter[str] = Counter()
         self._open: set[asyncio.Transport] = set()
         self._num_refused = 0
+        self._task_group = TaskGroup("enrollment")
 
     def accept(self) -> asyncio.Protocol:
         """Protocol of a connection that asks for enrollment."""
@@ -109,10 +110,15 @@ class EnrollmentServer:
     def welcome(self) -> Welcome:
         return Welcome(self._authority().certificate_der)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End all connections."""
         for transport in self._open:
             transport.abort()
+        await self._task_group.close()
+
+    def start(self, response: Coroutine[Any, Any, None]) -> None:
+        """Run the response of a connection."""
+        self._task_group.start(response, "respond")
 
     def admit(self, transport: asyncio.Transport, group: str) -> bool:
         """Count a connection of a peer group; False if there are too many."""
@@ -128,11 +134,11 @@ class EnrollmentServer:
         if not self._connections[group]:
             del self._connections[group]
 
-    def respond(self, body: bytes, peer: Identity | None, address: str) -> EnrollResponse:
+    async def respond(self, body: bytes, peer: Identity | None, address: str) -> EnrollResponse:
         """`peer`: identity in the certificate of the connection, if it has one."""
         try:
             request = msgspec.msgpack.decode(body, type=EnrollRequest)
-            response = self._issue(request, peer)
+            response = await self._issue(request, peer)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return self.refuse(address, "malformed request")
         except (AccessDenied, ConfigError) as error:
@@ -148,7 +154,7 @@ class EnrollmentServer:
             )
         return Refused(reason)
 
-    def _issue(self, request: EnrollRequest, peer: Identity | None) -> Enrolled:
+    async def _issue(self, request: EnrollRequest, peer: Identity | None) -> Enrolled:
         now, authority = self._clock.wall(), self._authority()
         if request.token is None:
             if peer is None:
@@ -158,23 +164,11 @@ class EnrollmentServer:
             token = parse_token(request.token)
             check_token(authority, token, now)
             key, identity = _requested_key(request), Identity.of(token.role, request.process)
-            self._use_token(token.id, token.expires_at + CLOCK_SKEW_S, key, now)
+            await self._used.use(UsedToken(token.id, token.expires_at + CLOCK_SKEW_S, _key_hash(key)), now)
         certificate = authority.sign(key, identity, now)
         self._count_outcome("renewed" if request.token is None else "enrolled")
         log.info("certificate issued: identity=%s renewed=%s", identity.uri, request.token is None)
         return Enrolled(certificate.chain_pem, certificate.trusted_pem, certificate.expires_at)
-
-    def _use_token(self, token: bytes, until: float, key: ec.EllipticCurvePublicKey, now: float) -> None:
-        der = key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
-        key_hash = hashlib.sha256(der).digest()
-        used = self._used.get(token)
-        if used is not None and used[1] != key_hash:
-            raise AccessDenied("the join token was used before: it is for one process")
-        if used is None and len(self._used) >= MAX_USED_TOKENS:
-            self._used = {each: use for each, use in self._used.items() if use[0] >= now}
-            if len(self._used) >= MAX_USED_TOKENS:
-                raise AccessDenied("too many join tokens were used: try again when some have expired")
-        self._used[token] = (until, key_hash)
 
 
 class _EnrollmentConnection(asyncio.Protocol):
@@ -210,18 +204,22 @@ class _EnrollmentConnection(asyncio.Protocol):
         if size > MAX_REQUEST_BYTES or len(self._received) > LENGTH.size + size:
             self._answer(self._server.refuse(self._address, "the request is too large"))
         elif len(self._received) == LENGTH.size + size:
-            self._answer(self._respond(bytes(self._received[LENGTH.size :])))
+            self._is_answered = True
+            self._server.start(self._respond(bytes(self._received[LENGTH.size :])))
 
-    def _respond(self, body: bytes) -> EnrollResponse:
+    async def _respond(self, body: bytes) -> None:
         try:
             peer = peer_identity(self._transport)
         except ProtocolError as error:
-            return self._server.refuse(self._address, error.message)
-        return self._server.respond(body, peer, self._address)
+            self._answer(self._server.refuse(self._address, error.message))
+        else:
+            self._answer(await self._server.respond(body, peer, self._address))
 
     def _answer(self, response: EnrollResponse) -> None:
         self._is_answered = True
         self._received.clear()
+        if self._transport.is_closing():
+            return
         self._transport.write(frame(response))
         self._transport.close()
 
@@ -230,6 +228,11 @@ class _EnrollmentConnection(asyncio.Protocol):
             self._timer.cancel()
         if self._group is not None:
             self._server.leave(self._transport, self._group)
+
+
+def _key_hash(key: ec.EllipticCurvePublicKey) -> bytes:
+    der = key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
+    return hashlib.sha256(der).digest()
 
 
 def _requested_key(request: EnrollRequest) -> ec.EllipticCurvePublicKey:

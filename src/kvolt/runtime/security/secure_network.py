@@ -43,7 +43,8 @@ class SecureNetwork:
             alpn = stream.get_extra_info("ssl_object").selected_alpn_protocol()
             return server.accept() if alpn == ENROLLMENT_PROTOCOL else identified(factory)(stream)
 
-        return TlsListener(sockets, lambda: credentials.join_context, protocol_of, self._count_outcome)
+        listener = TlsListener(sockets, lambda: credentials.join_context, protocol_of, self._count_outcome)
+        return _EnrollmentListener(listener, server)
 
     async def connect(self, address: str, factory: ProtocolFactory, timeout_s: float) -> asyncio.Protocol:
         try:
@@ -67,6 +68,22 @@ class SecureNetwork:
             raise ConnectFailed(f"{address}: {admission.refusal.message}", address=address)
         assert admission.protocol is not None
         return admission.protocol
+
+
+class _EnrollmentListener:
+    """Listener that ends its enrollment with itself."""
+
+    def __init__(self, listener: TlsListener, server: EnrollmentServer) -> None:
+        self._listener = listener
+        self._server = server
+
+    @property
+    def address(self) -> str:
+        return self._listener.address
+
+    async def close(self) -> None:
+        await self._listener.close()
+        await self._server.close()
 
 
 def identified(factory: ProtocolFactory) -> ProtocolOf:

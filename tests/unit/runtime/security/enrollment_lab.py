@@ -15,7 +15,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
-from kvolt.runtime.clock import SystemClock
+from kvolt.runtime.clock import SystemClock, ThreadBlocking
 from kvolt.runtime.network import Listener, split_address
 from kvolt.runtime.security import enrollment
 from kvolt.runtime.security.authority import ClusterAuthority
@@ -32,6 +32,7 @@ from kvolt.runtime.security.enrollment import (
 from kvolt.runtime.security.identity import Identity, ProcessRole, peer_identity
 from kvolt.runtime.security.join_token import create_token
 from kvolt.runtime.security.secure_network import SecureNetwork
+from kvolt.runtime.security.used_tokens import UsedTokens
 
 WORKER = Identity(ProcessRole.WORKER, "worker-0")
 FRONTEND = Identity(ProcessRole.FRONTEND, "frontend")
@@ -65,6 +66,7 @@ class Lab:
         self.path.touch(0o600)
         self.authority = authority
         self.clock = SteppedClock()
+        self.blocking = ThreadBlocking()
         self.outcomes: Counter[str] = Counter()
         self.served: list[Identity | None] = []
         self.address = ""
@@ -78,7 +80,8 @@ class Lab:
         self.path.write_bytes(self.authority.to_pem())
         credentials = self.credentials = Credentials(KeySource(self.path, identity), self.clock)
         authority = cast(Callable[[], ClusterAuthority], lambda: credentials.authority)
-        self.server = EnrollmentServer(authority, self.clock, self._count)
+        used_tokens = UsedTokens(self.path, self.blocking)
+        self.server = EnrollmentServer(authority, self.clock, self._count, used_tokens)
         network = SecureNetwork(credentials, self._count, ("127.0.0.1:0", self.server))
         self._listener = await network.listen("127.0.0.1:0", self._serve)
         self.address = self._listener.address
@@ -92,6 +95,7 @@ class Lab:
             await self._listener.close()
         for peer in self._peers:
             peer.transport.abort()
+        self.blocking.close()
         await asyncio.sleep(0.01)
 
     def token(self, role: ProcessRole = ProcessRole.WORKER, ttl_s: float = 600.0) -> str:

@@ -80,6 +80,16 @@ async def test_the_second_use_is_refused(lab: Lab) -> None:
     assert (lab.outcomes["enrolled"], lab.outcomes["enrollment_refused"]) == (1, 1)
 
 
+async def test_a_restarted_server_refuses_used_tokens(lab: Lab) -> None:
+    token = lab.token()
+    await lab.enroll(token)
+    assert lab._listener is not None
+    await lab._listener.close()
+    await lab.start()
+    with pytest.raises(ConfigError, match="was used before"):
+        await lab.enroll(token)
+
+
 async def test_a_process_whose_response_was_lost_asks_again(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:

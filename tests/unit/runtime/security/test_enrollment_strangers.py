@@ -20,7 +20,7 @@ from tests.unit.runtime.security.enrollment_lab import (
 from kvolt.core.errors import ConfigError
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.network import split_address
-from kvolt.runtime.security import enrollment
+from kvolt.runtime.security import enrollment, used_tokens
 from kvolt.runtime.security.authority import ClusterAuthority
 from kvolt.runtime.security.credentials import ENROLLMENT_PROTOCOL
 from kvolt.runtime.security.enrollment import (
@@ -142,11 +142,11 @@ async def test_the_number_of_strangers_is_limited(
 async def test_used_tokens_are_bounded_and_forgotten_after_their_expiry(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(enrollment, "MAX_USED_TOKENS", 2)
+    monkeypatch.setattr(used_tokens, "MAX_USED_TOKENS", 2)
     for _ in range(2):
         await lab.enroll(lab.token())
     with pytest.raises(ConfigError, match="too many join tokens"):
         await lab.enroll(lab.token())
     lab.clock.offset_s = 3600
     await lab.enroll(lab.token())
-    assert len(lab.server._used) == 1
+    assert len(lab.server._used._tokens) == 1
