@@ -8,7 +8,7 @@ from typing import Protocol
 
 from kvolt.core.errors import FieldValue
 from kvolt.frontend.openai_api.errors import RateLimited
-from kvolt.frontend.tenants.limits import LIMITS, Amounts, Limit, Refusal, Rules
+from kvolt.frontend.tenants.limits import LIMITS, Amounts, Limit, Refusal, Rules, new_amounts
 from kvolt.frontend.tenants.records import Tenant
 from kvolt.frontend.tenants.usage import TenantUsage
 
@@ -121,7 +121,7 @@ class TenantRequest:
         output: float = num_output
         if is_default:
             output = min(output, budget.rules.capacities.output_tokens)
-        amounts = Amounts(0.0, num_input, output, 0.0)
+        amounts = new_amounts((0.0, num_input, output, 0.0))
         if not budget.take(amounts):
             self._check(await budget.lease(amounts), amounts)
         self._input_tokens, self._reserved_output = num_input, output
@@ -138,7 +138,7 @@ class TenantRequest:
                 if unused < 0:
                     budget.charge(Amounts(output_tokens=-unused))
                     unused = 0.0
-            budget.put_back(Amounts(0.0, self._input_tokens if is_free else 0.0, unused, 1.0))
+            budget.put_back(new_amounts((0.0, self._input_tokens if is_free else 0.0, unused, 1.0)))
         usage = self._account.usage
         usage.active -= 1
         usage.output_tokens += num_output

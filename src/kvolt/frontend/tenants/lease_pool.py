@@ -68,15 +68,23 @@ class LeasePool:
 
     def put_back(self, amounts: Amounts) -> bool:
         """Put amounts back; whether some are to be returned to the limiter at once: slots, and more than a lease."""
-        leased = list(map(add, self._leased, amounts))
-        self._leased = kept = list(map(min, leased, self._sizes))
-        if leased != kept:
-            excess = [
-                0.0 if amount == rest else amount - rest for amount, rest in zip(leased, kept, strict=True)
-            ]
-            self._returned = self._returned.plus(excess)
-            return True
-        return False
+        requests, input_tokens, output_tokens, slots = amounts
+        leased, sizes = self._leased, self._sizes
+        leased[0] += requests
+        leased[1] += input_tokens
+        leased[2] += output_tokens
+        leased[3] += slots
+        if (
+            leased[0] <= sizes[0]
+            and leased[1] <= sizes[1]
+            and leased[2] <= sizes[2]
+            and leased[3] <= sizes[3]
+        ):
+            return False
+        self._leased = kept = list(map(min, leased, sizes))
+        excess = [0.0 if amount == rest else amount - rest for amount, rest in zip(leased, kept, strict=True)]
+        self._returned = self._returned.plus(excess)
+        return True
 
     def charge(self, amounts: Amounts) -> None:
         """Take amounts that cannot be refused: the limiter gets the debt."""

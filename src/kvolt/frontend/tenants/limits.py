@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from enum import StrEnum
+from functools import partial
 from operator import add, sub
 from typing import NamedTuple
 
@@ -61,6 +62,8 @@ class Amounts(NamedTuple):
 
 
 NOTHING = Amounts()
+new_amounts = partial(tuple.__new__, Amounts)
+"""Amounts of a tuple of all four, in half the time of the constructor."""
 
 
 class Rules(msgspec.Struct, frozen=True):
@@ -179,7 +182,7 @@ class TenantBudget:
             input_tokens -= after * input_rate
         if (after := self._output_full_at - now) > 0:
             output_tokens -= after * output_rate
-        return Amounts(requests, input_tokens, output_tokens, self._free_slots)
+        return new_amounts((requests, input_tokens, output_tokens, self._free_slots))
 
     def update(self, tenant: Tenant, share: float, now: float) -> None:
         """Apply changed limits, or another share of them. Slots in use stay in use."""
