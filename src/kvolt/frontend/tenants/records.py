@@ -131,15 +131,13 @@ class Caller:
 
 
 class KeyTable:
-    """Callers by the hash of their key. A changed store gives a new table."""
+    """Callers by the hash of their key. Immutable; a changed store gives a new table."""
 
     def __init__(self, records: KeyRecords) -> None:
         """Raises ConfigError for duplicate records and keys without a tenant."""
         self.version = records.version
         self.tenants = _by_name(records.tenants)
         self._by_digest: dict[bytes, Caller] = {}
-        self._by_secret: dict[str, Caller] = {}
-        """Valid keys that were used: hashing one costs as much as all else that a request does with it."""
         ids: set[str] = set()
         for key in records.keys:
             tenant = self.tenants.get(key.tenant)
@@ -153,12 +151,9 @@ class KeyTable:
 
     def find(self, secret: str) -> Caller | None:
         """Caller with this key, expired or not."""
-        caller = self._by_secret.get(secret)
-        if caller is None and 0 < len(secret) <= MAX_KEY_CHARS:
-            caller = self._by_digest.get(_digest(secret).digest())
-            if caller is not None:
-                self._by_secret[secret] = caller
-        return caller
+        if not 0 < len(secret) <= MAX_KEY_CHARS:
+            return None
+        return self._by_digest.get(_digest(secret).digest())
 
 
 def new_secret() -> str:

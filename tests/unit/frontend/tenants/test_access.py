@@ -306,6 +306,20 @@ def test_a_rotated_key_is_valid_until_its_grace_ends() -> None:
     run_virtual(scenario)
 
 
+async def test_a_key_in_many_forms_is_kept_once() -> None:
+    keys, blocking = Keys(), ThreadBlocking()
+    live = LiveKeys(keys.store, blocking)
+    await live.start()
+    access = AccessGuard(live, cast(Budgets, Mock()), SystemClock())
+    for number in range(1, 20):
+        for scheme in ("Bearer", "bearer"):
+            caller = access.authenticate({"authorization": scheme + " " * number + keys.acme})
+            assert caller.tenant.name == "acme"
+    assert len(access._callers) == 1
+    await live.close()
+    blocking.close()
+
+
 async def test_thousands_of_wrong_keys_use_no_memory_and_one_log_line(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -320,6 +334,7 @@ async def test_thousands_of_wrong_keys_use_no_memory_and_one_log_line(
             access.authenticate({"authorization": f"Bearer {new_secret()}"})
     assert list(access.usage.describe()) == ["(none)"]
     assert access.usage.of("(none)").refused == {"invalid_key": 5000}
+    assert access._callers == {}
     assert caplog.text.count("refused") == 1
     assert "kvolt-sk-" not in caplog.text
     await live.close()
