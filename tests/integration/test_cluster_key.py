@@ -20,6 +20,7 @@ from tests.integration.processes import (
     until,
     until_ready,
 )
+from tests.integration.test_prefill_decode import metric
 
 from kvolt.core.endpoints import EndpointAddress
 from kvolt.core.errors import AccessDenied, KvoltError
@@ -54,12 +55,24 @@ async def start(bench: Bench) -> tuple[str, str]:
     return url, join
 
 
+async def until_counted(url: str, name: str) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not await metric(url, name):
+            await asyncio.sleep(0.1)
+
+
 async def test_members_work_together_and_strangers_get_nothing(bench: Bench) -> None:
     url, join = await start(bench)
     async with httpx.AsyncClient(base_url=url) as client:
         assert (await client.post("/v1/completions", json=ASK, timeout=PATIENCE_S)).status_code == 200
     views = await bench.until_seen("frontend", "worker", **joined(bench, join))
     worker = views["worker"].address
+    async with httpx.AsyncClient(base_url=url) as client:
+        blocks = {**ASK, "prompt": "again " * 100}
+        assert (await client.post("/v1/completions", json=blocks, timeout=PATIENCE_S)).status_code == 200
+    for topic in ("kv", "load"):  # the router knows what the worker holds and does
+        await until_counted(url, f'kvolt_events_received_total{{topic="{topic}"}}')
+    assert await metric(url, "kvolt_router_forged_events_total") == 0
 
     # Without the key or with that of another cluster there is no answer, and the command names the remedy.
     for flags in ((), ("--cluster-key", "other.key")):

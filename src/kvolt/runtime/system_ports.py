@@ -262,6 +262,7 @@ def make_ports(
     """`identity`: what this process is, for its certificate. `credentials`: in place of those of the settings."""
     clock = SystemClock()
     credentials = credentials or load_credentials(settings.cluster, identity, clock)
+    own = None if credentials is None else credentials.identity
     rng = random.Random(secrets.randbits(128))
 
     def discovery(plane: RequestPlane) -> Discovery:
@@ -304,12 +305,11 @@ def make_ports(
         )
         publisher = new_id(rng)
         if settings.events.kind == "mem":
-            return MemEvents(MemBus(), publisher, counters)
-        if credentials is not None:
+            return MemEvents(MemBus(), publisher, counters, "" if own is None else own.uri)
+        if own is not None:
             plane_options = PlaneEventOptions(
                 namespace=settings.namespace, lease_ttl_s=settings.discovery.ttl_s
             )
-            own = credentials.identity
             return PlaneEvents(plane_options, publisher, own, discovery, plane, server, counters)
         advertise = settings.runtime.advertise
         local = is_loopback(settings.events.host)
@@ -323,5 +323,4 @@ def make_ports(
 
     internal = _internal_network(settings, metrics, clock, blocking, credentials, identity.role)
     plane = tcp_plane(internal, connection_options(settings))
-    own = None if credentials is None else credentials.identity
     return Ports(clock, rng, SocketNetwork(), blocking, plane, discovery, events, credentials, own)

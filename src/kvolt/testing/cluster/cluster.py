@@ -62,6 +62,7 @@ from kvolt.testing.cluster.members import (
     Member,
     ObservedEvents,
     identity_of,
+    plane_events,
     role_target,
     sim_engine,
     tiering_factory,
@@ -89,14 +90,12 @@ _CANCEL_S = 0.5
 
 _GIVEN_UP_S = 40.0
 """Time after the last fault by which nothing is kept for silent peers: above the stall grace."""
+_KV_CHECK_S = 1.0
+"""Virtual time between two checks of block contents and indexes."""
 
 
 class Violation(AssertionError):
     """A broken invariant, with place and time."""
-
-
-_KV_CHECK_S = 1.0
-"""Virtual time between two checks of block contents and indexes."""
 
 
 class Cluster:
@@ -293,8 +292,10 @@ class Cluster:
 
         def events(discovery: Discovery, plane: RequestPlane, server: EndpointServer) -> EventPlane:
             publisher = new_id(rng)
+            if own is not None:
+                return plane_events(publisher, own, discovery, plane, server, self.kv)
             self._publishers[publisher] = name
-            return ObservedEvents(self._bus, publisher, self.kv, own)
+            return ObservedEvents(self._bus, publisher, self.kv)
 
         network, clock = process.network, process.clock
         own = network.identity = identity_of(name) if self.shape.has_identities else None

@@ -1,4 +1,4 @@
-"""Leftovers of an idle cluster: streams that are still open, except those of discovery.
+"""Leftovers of an idle cluster: streams that are still open, except those of discovery and events.
 
 Counts at each place that keeps a stream (caller session, server session, endpoint server, worker, engine), since a
 defect may leave it in one of them only. Reads internals of the tcp plane. Must not know requests or faults.
@@ -16,9 +16,10 @@ from kvolt.core.load import WorkerLoad
 from kvolt.runtime.join.server import HOLD, WATCH
 from kvolt.runtime.plane.session import Session
 from kvolt.runtime.plane.tcp_plane import TcpPlane
+from kvolt.runtime.process_control import EVENTS_ENDPOINT
 from kvolt.runtime.runtime import Runtime
 
-STANDING = (HOLD, WATCH)
+STANDING = (HOLD, WATCH, EVENTS_ENDPOINT)
 """Endpoints with permanent streams."""
 
 
@@ -68,7 +69,7 @@ def _served_leftovers(runtime: Runtime) -> Iterator[str]:
     num_standing = sum(runtime.server.num_active_streams(endpoint) for endpoint in STANDING)
     num_served = sum(session.num_served for session in _sessions(runtime))
     if num_served != num_standing:
-        yield f"{num_served} served streams on its connections, of which {num_standing} belong to discovery"
+        yield f"{num_served} served streams on its connections, of which {num_standing} are of discovery and events"
     if num_waiting := sum(session.num_backlogged + session.num_bulk for session in _sessions(runtime)):
         yield f"{num_waiting} streams with something to send"
 

@@ -21,12 +21,17 @@ from kvolt.kv.tiers.slot_memory import BlockShape
 from kvolt.router.port import RouterContext
 from kvolt.router.registry import NewRouter
 from kvolt.runtime.config.router_settings import RouterSettings
+from kvolt.runtime.discovery.port import Discovery
+from kvolt.runtime.endpoint.server import EndpointServer
 from kvolt.runtime.events.mem import MemBus, MemEvents
+from kvolt.runtime.events.plane_events import PlaneEventOptions, PlaneEvents
+from kvolt.runtime.plane.port import RequestPlane
 from kvolt.runtime.runtime import Runtime
 from kvolt.runtime.security.identity import Identity, ProcessRole
 from kvolt.testing.cluster.checked_router import CheckedRouter
 from kvolt.testing.cluster.client_requests import BLOCK_SIZE, MODEL
 from kvolt.testing.cluster.kv_check import KvCheck
+from kvolt.testing.cluster.process import TTL_S
 from kvolt.testing.cluster.shape import ClusterShape
 from kvolt.worker.kv.tiering import TieredEngine, Tiering, TieringFactory
 from kvolt.worker.worker import Worker
@@ -53,14 +58,39 @@ class Member:
 class ObservedEvents(MemEvents):
     """Event plane that also passes KV events to KvCheck, before any is lost."""
 
-    def __init__(self, bus: MemBus, publisher: str, kv: KvCheck, identity: Identity | None) -> None:
-        super().__init__(bus, publisher, identity="" if identity is None else identity.uri)
+    def __init__(self, bus: MemBus, publisher: str, kv: KvCheck) -> None:
+        super().__init__(bus, publisher)
         self._kv = kv
 
     def publish(self, topic: str, payload: bytes) -> None:
         if topic == KV_TOPIC:
             self._kv.events.add_batch(payload)
         super().publish(topic, payload)
+
+
+class ObservedPlaneEvents(PlaneEvents):
+    """The same over the request plane, in a cluster whose processes have identities."""
+
+    kv: KvCheck
+
+    def publish(self, topic: str, payload: bytes) -> None:
+        if topic == KV_TOPIC:
+            self.kv.events.add_batch(payload)
+        super().publish(topic, payload)
+
+
+def plane_events(
+    publisher: str,
+    identity: Identity,
+    discovery: Discovery,
+    plane: RequestPlane,
+    server: EndpointServer,
+    kv: KvCheck,
+) -> PlaneEvents:
+    options = PlaneEventOptions(namespace=NAMESPACE, lease_ttl_s=TTL_S)
+    events = ObservedPlaneEvents(options, publisher, identity, discovery, plane, server)
+    events.kv = kv
+    return events
 
 
 def sim_engine(role: Role, kv_blocks: int) -> SimEngine:
