@@ -133,7 +133,7 @@ class TransferAgent:
     @property
     def num_refused_reads(self) -> int:
         """Reads of offers that were made for another process."""
-        return self._hub.offers.num_refused
+        return self._hub.num_refused_reads
 
     @property
     def handshakes(self) -> Counter[str]:

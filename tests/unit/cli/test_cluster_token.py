@@ -86,18 +86,17 @@ async def test_a_worker_joins_with_a_token(
         client = await frontend.runtime.client(GENERATE)
         while not client.instances():
             await asyncio.sleep(0.02)
-        for sender, receiver in ((worker, frontend), (frontend, worker)):
-            stream = receiver.runtime.events.subscribe("kv")
-            event = None
-            while event is None:
-                sender.runtime.events.publish("kv", b"x")
-                try:
-                    async with asyncio.timeout(0.05):
-                        event = await anext(stream)
-                except TimeoutError:
-                    continue
-            assert event.publisher == sender.runtime.events.publisher
-            await stream.aclose()
+        stream, event = frontend.runtime.events.subscribe("kv"), None
+        while event is None:
+            worker.runtime.events.publish("kv", b"x")
+            try:
+                async with asyncio.timeout(0.05):
+                    event = await anext(stream)
+            except TimeoutError:
+                continue
+        assert event.publisher == worker.runtime.events.publisher
+        assert event.identity == "kvolt://worker/worker-0"
+        await stream.aclose()
         with pytest.raises(ConfigError, match="used before"):
             async with running(member, "worker-1", ProcessRole.WORKER):
                 pass

@@ -103,7 +103,9 @@ class Hub:
         self.nixl = Nixl(self.progress, agent) if uses_nixl else None
         self.uses_unix = listen.uses_unix
         self.is_closed = False
-        self.offers = Offers()
+        self.offers = Offers(self._on_ticket_refused)
+        self.num_refused_reads = 0
+        """Tickets that a peer presented and that were made for another."""
         self.mailboxes = Mailboxes(self.progress)
         self._slab_numbers: WeakKeyDictionary[Slab, int] = WeakKeyDictionary()
         self._next_slab_number = count()
@@ -233,6 +235,12 @@ class Hub:
         return number
 
     # --- offers
+
+    def _on_ticket_refused(self, reader: str) -> None:
+        self.num_refused_reads += 1
+        number = self.num_refused_reads
+        if number & (number - 1) == 0:  # the 1st, 2nd, 4th ...: it may be an attack
+            log.warning("ticket refused: peer=%s reason=made for another process refused=%d", reader, number)
 
     def offer(self, secret: bytes, offer: Offer) -> None:
         """Register an offer until done. Overloaded at the limit."""

@@ -7,7 +7,6 @@ withdrawn during a read is done when that read ends.
 from __future__ import annotations
 
 import hmac
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -18,8 +17,6 @@ from kvolt.core.request import reader_proof
 from kvolt.transfer.memory.pieces import Pieces
 from kvolt.transfer.memory.slabs import Numbers, Slab
 from kvolt.transfer.reads.wire import Fetch
-
-log = logging.getLogger(__name__)
 
 MAX_OFFERS = 65_536
 MAX_PIECES = 1 << 24
@@ -57,10 +54,10 @@ class Offer:
 class Offers:
     """All offers of an agent."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_refused: Callable[[str], None] = lambda reader: None) -> None:
+        """`on_refused`: called with the identity of a peer that presents a ticket made for another."""
         self._by_secret: dict[bytes, Offer] = {}
-        self.num_refused = 0
-        """Tickets that a peer presented and that were made for another."""
+        self._on_refused = on_refused
 
     def __len__(self) -> int:
         return len(self._by_secret)
@@ -94,11 +91,7 @@ class Offers:
             return True
         if hmac.compare_digest(proof, reader_proof(offer.reader_key, reader)):
             return True
-        self.num_refused += 1
-        if self.num_refused & (self.num_refused - 1) == 0:  # the 1st, 2nd, 4th ...: it may be an attack
-            log.warning(
-                "ticket refused: peer=%s reason=made for another process refused=%d", reader, self.num_refused
-            )
+        self._on_refused(reader)
         return False
 
     def end_read(self, secret: bytes, is_whole: bool) -> None:
