@@ -18,7 +18,7 @@ from kvolt.runtime.plane.steps import StepBatch
 from kvolt.runtime.plane.wire import FrameKind
 
 
-class SessionDriver(Protocol):
+class Driver(Protocol):
     """Interface of the driver that a session needs."""
 
     def wake(self) -> None:
@@ -39,9 +39,7 @@ class SessionDriver(Protocol):
 class SendingSide:
     """Queues of one connection. Wakes its host when there is something to send."""
 
-    def __init__(
-        self, hello: wire.Hello, max_message_bytes: int, host: SessionDriver, stats: PlaneStats
-    ) -> None:
+    def __init__(self, hello: wire.Hello, max_message_bytes: int, host: Driver, stats: PlaneStats) -> None:
         self._host = host
         self._max_message_bytes = max_message_bytes
         self._served: dict[int, ServedStream] = {}

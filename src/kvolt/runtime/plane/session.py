@@ -27,7 +27,7 @@ from kvolt.core.errors import (
 from kvolt.runtime.plane import wire
 from kvolt.runtime.plane.bulk import BulkReceiver
 from kvolt.runtime.plane.outbox import step_deltas
-from kvolt.runtime.plane.sending import SendingSide, SessionDriver
+from kvolt.runtime.plane.sending import Driver, SendingSide
 from kvolt.runtime.plane.served_stream import ServedStream
 from kvolt.runtime.plane.stats import PlaneStats, outcome
 from kvolt.runtime.plane.steps import StepReader, resolve_step
@@ -52,13 +52,7 @@ class Session(SendingSide):
     """The state of one connection: its streams, and what arrives for them."""
 
     def __init__(
-        self,
-        *,
-        dialer: bool,
-        hello: wire.Hello,
-        limits: SessionLimits,
-        host: SessionDriver,
-        stats: PlaneStats,
+        self, *, dialer: bool, hello: wire.Hello, limits: SessionLimits, host: Driver, stats: PlaneStats
     ) -> None:
         super().__init__(hello, limits.max_message_bytes, host, stats)
         self._limits = limits
