@@ -128,7 +128,6 @@ format: $(VENV)/.test ## rewrite files as ruff formats them
 	$(BIN)/ruff format .
 
 bench: $(VENV)/.bench ## the request plane beside a bare socket and grpc.aio (minutes)
-	$(BIN)/python -m benchmarks.core.hashing
 	$(BIN)/python -m benchmarks.runtime.plane $(ARGS)
 
 $(RELEASE_VENV)/.ready: constraints.txt

@@ -79,18 +79,13 @@ _GROUPS = {
         "decode": _later("gpu_engine", "decode"),
         "prefill": _later("gpu_engine", "prefill"),
         "mixed_load": _later("gpu_engine", "mixed_load"),
-        "profiles": _later("gpu_profile", "profiles"),
         "transformers": _later("gpu_peer", "beside_transformers"),
     },
     "shared": {"shared_prefix": _later("gpu_shared_prefix", "shared_prefix")},
-    "sweeps": {
-        "decode_sweep": _later("gpu_kernels", "decode_sweep"),
-        "prefill_sweep": _later("gpu_kernels", "prefill_sweep"),
-    },
 }
 """Each runs in its own process, so that a broken device context or a hanging step ends with it."""
 _PHASES = {name: work for group in _GROUPS.values() for name, work in group.items()}
-_SHARES = {"kernels": 110.0, "engine": 330.0, "models": 110.0, "shared": 200.0, "sweeps": 150.0}
+_SHARES = {"kernels": 110.0, "engine": 330.0, "models": 110.0, "shared": 200.0}
 """Most seconds of each; what is left of the whole decides too."""
 
 

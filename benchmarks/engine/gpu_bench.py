@@ -195,17 +195,3 @@ class Bench:
         torch.cuda.synchronize()
         each = [one.elapsed_time(two) / 1e3 for one, two in pairwise(marks)]
         return statistics.median(each)
-
-    def replay_seconds(self, work: Callable[[], Any], repeat: int = 10) -> float:
-        """Time of a call without the host: captured, replayed."""
-        if self.device.type != "cuda":
-            return self.seconds(work, repeat)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            work()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            work()
-        return self.seconds(graph.replay, repeat)

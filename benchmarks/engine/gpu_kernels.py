@@ -1,4 +1,4 @@
-"""The Triton kernels alone: are they right on this device, and how near its limits do they come?"""
+"""Errors of the Triton kernels on this device."""
 
 from __future__ import annotations
 
@@ -9,50 +9,24 @@ from typing import Any
 import torch
 from benchmarks.engine.gpu_bench import Bench
 from torch import Tensor
-from torch.nn import functional as F
 
 from kvolt.engines.native.kernels import operations, triton_fused
-from kvolt.engines.native.kernels.triton_decode import (
-    DEFAULT_SHAPE,
-    DecodeShape,
-    PagedContext,
-    decode_attention,
-    num_splits,
-    processors_of,
-)
-from kvolt.engines.native.kernels.triton_prefill import Chunks, PrefillShape, prefill_attention
+from kvolt.engines.native.kernels.triton_decode import PagedContext, decode_attention
+from kvolt.engines.native.kernels.triton_prefill import Chunks, prefill_attention
 from kvolt.engines.native.slab import KvSlab, SlabShape
-
-DECODE_SHAPES = {
-    "64 tokens, 1 ahead": DecodeShape(num_stages=3),
-    "64 tokens, 2 ahead": DecodeShape(num_stages=5),
-    "64 tokens, 3 ahead": DecodeShape(num_stages=7),
-    "32 tokens, 2 ahead": DecodeShape(tile_bytes=8192, num_stages=5),
-    "64 tokens, 2 ahead, 2 warps": DecodeShape(num_stages=5, num_warps=2),
-    "32 tokens, 2 ahead, 2 warps": DecodeShape(tile_bytes=8192, num_stages=5, num_warps=2),
-}
-PREFILL_SHAPES = {
-    "128x64, 8 warps, 3": PrefillShape(),
-    "128x64, 8 warps, 5": PrefillShape(num_stages=5),
-    "128x64, 8 warps, 2": PrefillShape(num_stages=2),
-    "128x128, 8 warps, 3": PrefillShape(key_tile=128, num_stages=3),
-    "64x64, 4 warps, 3": PrefillShape(query_tile=64, num_warps=4),
-}
 
 
 class Paged:
     """A slab in which sequences of given lengths lie in random blocks, with random KV in all of it."""
 
-    def __init__(
-        self, bench: Bench, lens: list[int], *, num_layers: int = 1, dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, bench: Bench, lens: list[int], dtype: torch.dtype) -> None:
         config = bench.config
         self.block_size = 16
         counts = [-(-length // self.block_size) for length in lens]
-        name = str(dtype or bench.dtype).removeprefix("torch.")
+        name = str(dtype).removeprefix("torch.")
         shape = SlabShape(
             num_blocks=sum(counts) + 1,
-            num_layers=num_layers,
+            num_layers=1,
             num_kv_heads=config.num_kv_heads,
             block_size=self.block_size,
             head_dim=config.head_dim,
@@ -71,14 +45,14 @@ class Paged:
         self.tables = tables.to(bench.device)
         self.lens_t = torch.tensor(lens, dtype=torch.int32, device=bench.device)
 
-    def context(self, layer: int = 0) -> PagedContext:
-        return PagedContext(*self.slab.layer(layer), self.tables, self.lens_t)
+    def context(self) -> PagedContext:
+        return PagedContext(*self.slab.layer(0), self.tables, self.lens_t)
 
-    def gathered(self, row: int, layer: int = 0) -> tuple[Tensor, Tensor]:
+    def gathered(self, row: int) -> tuple[Tensor, Tensor]:
         """[kv_heads, length, hd] each."""
         blocks = self.tables[row, : -(-self.lens[row] // self.block_size)].long()
         k, v = (
-            view[blocks].transpose(0, 1).flatten(1, 2)[:, : self.lens[row]] for view in self.slab.layer(layer)
+            view[blocks].transpose(0, 1).flatten(1, 2)[:, : self.lens[row]] for view in self.slab.layer(0)
         )
         return k, v
 
@@ -119,7 +93,7 @@ def kernel_checks(bench: Bench) -> dict[str, Any]:
 
 def _check_decode(bench: Bench, dtype: torch.dtype) -> float:
     lens = [1, 40] if bench.is_smoke else [1, 16, 17, 1000, 4097, 333, 64, 65]
-    paged = Paged(bench, lens, dtype=dtype)
+    paged = Paged(bench, lens, dtype)
     config, worst = bench.config, 0.0
     q = torch.randn(len(lens), config.num_heads, config.head_dim, device=bench.device).to(dtype)
     for splits in (4,) if bench.is_smoke else (1, 2, 8, 64):
@@ -132,7 +106,7 @@ def _check_decode(bench: Bench, dtype: torch.dtype) -> float:
 
 def _check_prefill(bench: Bench, dtype: torch.dtype) -> float:
     lens, chunks = ([20, 30], [20, 7]) if bench.is_smoke else ([700, 1500, 130, 2048], [700, 500, 1, 2048])
-    paged = Paged(bench, lens, dtype=dtype)
+    paged = Paged(bench, lens, dtype)
     config, worst = bench.config, 0.0
     starts = [0, *itertools.accumulate(chunks)]
     q = torch.randn(starts[-1], config.num_heads, config.head_dim, device=bench.device).to(dtype)
@@ -162,7 +136,7 @@ def _check_fused(bench: Bench, dtype: torch.dtype) -> float:
     errors = [_error(normed, expected), _error(updated, summed)]
     gate_up = made(rows, 2 * config.intermediate_size)
     errors.append(_error(triton_fused.silu_mul(gate_up), operations.plain_silu_mul(gate_up)))
-    paged, plain = (Paged(bench, [rows], dtype=dtype) for _ in range(2))
+    paged, plain = (Paged(bench, [rows], dtype) for _ in range(2))
     plain.slab.tensor.copy_(paged.slab.tensor)
     heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
     qkv = made(rows, sum(heads), config.head_dim)
@@ -181,90 +155,3 @@ def _check_fused(bench: Bench, dtype: torch.dtype) -> float:
         operations.plain_rotate_and_write(q, k, v, positions, rotation, target)
         errors += [_error(qkv, other), _error(paged.slab.tensor, plain.slab.tensor)]
     return max(errors)
-
-
-def decode_sweep(bench: Bench) -> dict[str, Any]:
-    """Bytes of KV a second, by batch, tile and splits; eight layers in turn, so that no cache holds them."""
-    bandwidth = bench.results.get("limits", {}).get("bandwidth")
-    cases = {"1 x 1k": [1024], "32 x 1k": [1024] * 32, "256 x 1k": [1024] * 256, "32 x 1k..8k": _ragged(32)}
-    if bench.is_smoke:
-        cases = {"2 x 40": [40, 40]}
-    results: dict[str, Any] = {}
-    for case, lens in cases.items():
-        layers = 2 if bench.is_smoke else 8
-        paged = Paged(bench, lens, num_layers=layers)
-        config = bench.config
-        num_bytes = sum(lens) * 2 * config.num_kv_heads * config.head_dim * paged.slab.tensor.element_size()
-        q = torch.randn(len(lens), config.num_heads, config.head_dim, device=bench.device).to(bench.dtype)
-        usual = num_splits(len(lens), config.num_kv_heads, processors_of(bench.device))
-        shapes = DECODE_SHAPES if len(lens) > 1 else {"default": DEFAULT_SHAPE}
-        for (label, shape), splits in itertools.product(
-            shapes.items(), sorted({max(usual // 2, 1), usual, usual * 2})
-        ):
-            if bench.is_smoke and label not in ("64 tokens, 2 ahead",):
-                continue
-            key = f"{case}, {label}, {splits} splits"
-
-            def work(
-                paged: Paged = paged, q: Tensor = q, shape: DecodeShape = shape, splits: int = splits
-            ) -> None:
-                for layer in range(paged.slab.shape.num_layers):
-                    decode_attention(q, paged.context(layer), 0.1, splits=splits, shape=shape)
-
-            with bench.attempt(key, results):
-                rate = num_bytes * layers / bench.replay_seconds(work, 5)
-                results[key] = {"gbps": rate / 1e9, "of_limit": rate / bandwidth if bandwidth else None}
-        del paged
-        bench.free()
-    return results
-
-
-def _ragged(count: int) -> list[int]:
-    rng = random.Random(3)
-    return [rng.choice((1000, 1500, 2500, 8000)) for _ in range(count)]
-
-
-def prefill_sweep(bench: Bench) -> dict[str, Any]:
-    """Attention alone: a whole prompt, and a chunk after cached tokens; paged kernel beside torch's."""
-    results: dict[str, Any] = {}
-    limit = bench.results.get("limits", {}).get("matmul")
-    cases = {"2k": (2048, 2048), "8k": (8192, 8192), "8k after 8k": (16384, 8192)}
-    if bench.is_smoke:
-        cases = {"64": (64, 64)}
-    config = bench.config
-    for case, (context, queries) in cases.items():
-        paged = Paged(bench, [context])
-        pairs = queries * (context - queries) + queries * (queries + 1) / 2
-        flops = 4.0 * pairs * config.num_heads * config.head_dim
-        q = torch.randn(queries, config.num_heads, config.head_dim, device=bench.device).to(bench.dtype)
-        out = torch.empty_like(q)
-        chunks = Chunks(torch.tensor([0, queries], dtype=torch.int32, device=bench.device), queries)
-        for label, shape in list(PREFILL_SHAPES.items())[: 1 if bench.is_smoke else None]:
-            key = f"{case}, paged {label}"
-
-            def work(shape: PrefillShape = shape) -> None:
-                prefill_attention(q, paged.context(), chunks, 0.1, out=out, shape=shape)  # noqa: B023
-
-            with bench.attempt(key, results):
-                rate = flops / bench.seconds(work, 5)
-                results[key] = {"tflops": rate / 1e12, "of_limit": rate / limit if limit else None}
-        for backend in ("FLASH_ATTENTION", "CUDNN_ATTENTION"):
-            key = f"{case}, torch {backend.lower()}"
-            if queries == context and bench.device.type == "cuda":
-                with bench.attempt(key, results):
-                    rate = flops / _torch_seconds(bench, q, paged, backend)
-                    results[key] = {"tflops": rate / 1e12, "of_limit": rate / limit if limit else None}
-    return results
-
-
-def _torch_seconds(bench: Bench, q: Tensor, paged: Paged, backend: str) -> float:
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    k, v = (x.contiguous()[None] for x in paged.gathered(0))
-    with sdpa_kernel(getattr(SDPBackend, backend)):
-        return bench.seconds(
-            lambda: F.scaled_dot_product_attention(
-                q.transpose(0, 1)[None], k, v, is_causal=True, enable_gqa=True
-            ),
-            5,
-        )

@@ -1,10 +1,6 @@
-"""`kvolt bench` compared to aiperf: whether they measure the same latencies, and the CPU cost per token of each.
+"""CPU cost per token of `kvolt bench` compared to aiperf, and many streams from one core.
 
     python -m benchmarks.load.clients             all parts, about six minutes; results/clients.{json,txt}
-
-Agreement: both send the same load to one `kvolt serve` with the sim engine, at a low constant rate, in turn, in every
-round. Compared are TTFT, gap between tokens and time per token; aiperf calls the gap "inter chunk latency" and the time
-per token "inter token latency". They agree if their medians are within 5 %, or if their spreads overlap.
 
 Cost: CPU is user and system time of all processes of a client. Cost per token: CPU from the first request on in a run
 with long answers, minus that of a run with as many requests for a single token, over the difference in tokens; it
@@ -13,9 +9,9 @@ ready:
 
 - *flat out*: an answer arrives as fast as it is read, many tokens per read: the client's work per token.
 - *paced*: each token arrives in a write of its own, at 10,000 a second over all streams. Most CPU of a lean client is
-  then wakeups and reads; `bare reads` shows this lower bound.
+  then wakeups and reads.
 
-All clients run under each load in each round, in alternating order; a ratio is of one round.
+Both clients run under each load in each round, in alternating order; a ratio is of one round.
 
 Many: one `kvolt bench` on one core with 5,000 streams at once, the server on the other cores. All must be complete.
 
@@ -34,7 +30,6 @@ import msgspec
 from benchmarks.harness import (
     Figure,
     Rows,
-    Spread,
     cell,
     goal,
     in_turn,
@@ -43,7 +38,6 @@ from benchmarks.harness import (
     report,
     run,
     say,
-    spread,
     table,
 )
 from benchmarks.load import canned
@@ -51,7 +45,6 @@ from benchmarks.load.generators import (
     AIPERF,
     KVOLT,
     Aiperf,
-    BareReads,
     Client,
     KvoltBench,
     Load,
@@ -59,13 +52,10 @@ from benchmarks.load.generators import (
     run_client,
 )
 from benchmarks.load.metered import Usage
-from benchmarks.processes import Processes, System, clean_environ, free_port, served
+from benchmarks.processes import Processes, clean_environ, free_port
 from msgspec.structs import replace
 
 GOAL_COST = 0.1
-_WIDEST = 2.0
-"""Highest over lowest of one generator's rounds: beyond, the machine was measured."""
-_SAME = 0.05
 _INPUT_TOKENS = 32
 
 
@@ -94,8 +84,6 @@ class Plan(msgspec.Struct, frozen=True):
     rounds: int
     pressures: tuple[Pressure, ...]
     requests: int
-    agreement_rate: float
-    agreement_requests: int
     streams: int
     streams_tokens_per_s: int
     streams_seconds: float
@@ -105,8 +93,6 @@ _FULL = Plan(
     rounds=3,
     pressures=(Pressure(16, 400), Pressure(256, 400), Pressure(64, 150, 10_000)),
     requests=512,
-    agreement_rate=8.0,
-    agreement_requests=64,
     streams=5000,
     streams_tokens_per_s=10_000,
     streams_seconds=15.0,
@@ -115,20 +101,10 @@ _SMOKE = Plan(
     rounds=1,
     pressures=(Pressure(4, 100, 2000),),
     requests=8,
-    agreement_rate=20.0,
-    agreement_requests=4,
     streams=20,
     streams_tokens_per_s=2000,
     streams_seconds=0.5,
 )
-
-
-class AgreementRow(msgspec.Struct, frozen=True):
-    """One client at the simulated engine in one round."""
-
-    round: int
-    client: str
-    seen: Seen
 
 
 class Cost(msgspec.Struct, frozen=True):
@@ -171,41 +147,12 @@ def main() -> None:
     plan = _SMOKE if options.smoke else _FULL
     aiperf = peer_unless_smoke(options, Aiperf.installed)
     clients: list[Client] = [KvoltBench()] if aiperf is None else [KvoltBench(), aiperf]
-    agreement = _agreement(clients, plan)
-    costs = _costs([BareReads(), *clients], plan)
+    costs = _costs(clients, plan)
     many = _many(plan)
-    about = (
-        f"{plan.rounds} rounds. Agreement: sim engine, {plan.agreement_requests} requests at "
-        f"{plan.agreement_rate:g}/s. Cost: {plan.requests} canned answers."
-    )
-    results = {
-        "peer": AIPERF,
-        "plan": plan,
-        "agreement_rows": agreement,
-        "cost_rows": costs,
-        "many": many,
-    }
-    parts = [about, agreement_text(agreement), cost_text(costs), many_text(many)]
+    about = f"{plan.rounds} rounds of {plan.requests} canned answers"
+    results = {"peer": AIPERF, "plan": plan, "cost_rows": costs, "many": many}
+    parts = [about, cost_text(costs), many_text(many)]
     report(options, "\n\n".join(parts), results)
-
-
-def _agreement(clients: Sequence[Client], plan: Plan) -> list[AgreementRow]:
-    rows = []
-    with served(System(model="sim-tiny")) as url:
-        load = Load(
-            port=int(url.rpartition(":")[2]),
-            model="sim-tiny",
-            rate=plan.agreement_rate,
-            requests=plan.agreement_requests,
-            input_tokens=128,
-            output_tokens=32,
-        )
-        for number in range(1, plan.rounds + 1):
-            for client in in_turn(clients, number):
-                seen, _ = run_client(client, load)
-                rows.append(AgreementRow(number, client.name, seen))
-                say(f"round {number}  agreement  {client.name:14} ttft p50 {seen.first.p50:.2f} ms")
-    return rows
 
 
 def _costs(clients: Sequence[Client], plan: Plan) -> list[CostRow]:
@@ -301,40 +248,6 @@ def asked_of(port: int) -> Asked:
 
 
 # --- the report
-
-_DELAYS = {
-    "first": "first token (ttft)",
-    "gap": "gap between tokens (itl)",
-    "per_token": "time per token (tpot)",
-}
-
-
-def _is_same(ours: Spread, theirs: Spread, difference: float) -> bool:
-    """Within a few percent, or one spread reaches into the other; wide spreads would reach anything."""
-    if max(ours.high / ours.low, theirs.high / theirs.low) > _WIDEST:
-        return False
-    return (ours.low <= theirs.high and theirs.low <= ours.high) or abs(difference) <= _SAME
-
-
-def agreement_text(rows: Sequence[AgreementRow]) -> str:
-    body, goals = [], []
-    for field, name in _DELAYS.items():
-        known = Rows([row for row in rows if getattr(row.seen, field) is not None])
-        ours, theirs = known.where(client=KVOLT), known.where(client=AIPERF)
-        for percentile in ("p50", "p90") if theirs else ():
-            figure = Figure(f"{name} {percentile}", f"seen.{field}.{percentile}")
-            ratio = ours.over(theirs, figure)
-            assert ratio is not None
-            difference = spread([ratio.low - 1, ratio.median - 1, ratio.high - 1])
-            sides = ours.fold(figure), theirs.fold(figure)
-            body.append((figure.title, *sides, difference.text("+.1%")))
-            is_same = _is_same(*sides, difference.median)
-            goals.append(goal(f"same {figure.title}", is_same, f"{difference.median:+.1%}"))
-    prompts = {row.client: row.seen.input_tokens for row in rows}
-    shown = ", ".join(f"{name} {tokens:.0f}" for name, tokens in prompts.items())
-    about = f"prompt tokens of a request: {shown}"
-    return "\n".join([table(("ms", KVOLT, AIPERF, "difference"), body), about, *goals])
-
 
 _TOKENS = Figure("of tokens", "cpu_us_per_token")
 _WHOLE = Figure("of the whole run", lambda row: row.long.whole_s / row.long.tokens * 1e6)

@@ -1,4 +1,4 @@
-"""The load generators: what they are asked to do, and what they report. `kvolt bench`, aiperf, and bare reads.
+"""The load generators: what they are asked to do, and what they report. `kvolt bench` and aiperf.
 
 aiperf is NVIDIA's, installed into a folder of its own and run as its users run it. It counts tokens by the server's
 usage, as kvolt does, which is its cheaper way: by default it would tokenize all answers again. Nothing is drawn on a
@@ -20,7 +20,6 @@ from benchmarks.harness import BrokenRun
 from benchmarks.load.metered import Usage, run_metered
 from benchmarks.processes import installed_python
 
-from kvolt.bench.load.histogram import Summary
 from kvolt.bench.load.report import decode_report
 from kvolt.engines.sim.model import SPECIAL, tokenizer_json
 
@@ -30,43 +29,22 @@ AIPERF = f"aiperf {_AIPERF_VERSION}"
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """One run of a load generator: closed loop with a concurrency, or open loop with a rate."""
+    """One run of a load generator, as a closed loop."""
 
     port: int
     model: str
     requests: int
     input_tokens: int
     output_tokens: int
-    concurrency: int | None = None
-    rate: float | None = None
-
-    def pace(self, rate_flag: str, *constant: str) -> tuple[str, ...]:
-        if self.concurrency is not None:
-            return "--concurrency", str(self.concurrency)
-        return rate_flag, str(self.rate), *constant
+    concurrency: int
 
 
-class Delay(msgspec.Struct, frozen=True):
-    """Milliseconds."""
-
-    p50: float
-    p90: float
-
-
-class Seen(msgspec.Struct, frozen=True, kw_only=True):
-    """Result that a generator reports."""
+class Seen(msgspec.Struct, frozen=True):
+    """Counts that a generator reports."""
 
     answers: int
     failed: int
     output_tokens: int
-    input_tokens: float
-    """Per request, by the server's count."""
-    first: Delay
-    """TTFT."""
-    gap: Delay | None
-    """Between two events with tokens, over all of all answers. None where answers have one."""
-    per_token: Delay | None
-    """Mean of each answer, over answers."""
 
 
 class Client(Protocol):
@@ -105,28 +83,13 @@ class KvoltBench:
         return [
             *(sys.executable, "-m", "kvolt", "bench", "--quiet", "--json"),
             *("--url", f"http://127.0.0.1:{load.port}", "--model", load.model),
-            *load.pace("--rate", "--arrivals", "constant"),
-            *("--requests", str(load.requests)),
+            *("--concurrency", str(load.concurrency), "--requests", str(load.requests)),
             *("--input", str(load.input_tokens), "--output", str(load.output_tokens)),
         ]
 
     def seen(self, folder: Path, stdout: bytes) -> Seen:
-        report = decode_report(stdout, self.name)
-        counts = report.counts
-
-        def delay(name: str) -> Delay | None:
-            summary: Summary = report.latencies[name]
-            return Delay(summary.p50 * 1e3, summary.p90 * 1e3) if summary.count else None
-
-        return Seen(
-            answers=counts.complete,
-            failed=counts.failed + counts.interrupted,
-            output_tokens=counts.output_tokens,
-            input_tokens=counts.input_tokens / max(1, counts.complete),
-            first=delay("ttft") or Delay(0.0, 0.0),
-            gap=delay("itl"),
-            per_token=delay("tpot"),
-        )
+        counts = decode_report(stdout, self.name).counts
+        return Seen(counts.complete, counts.failed + counts.interrupted, counts.output_tokens)
 
 
 class Aiperf:
@@ -140,7 +103,7 @@ class Aiperf:
 
     @classmethod
     def installed(cls, folder: Path, *, may_install: bool = True) -> Aiperf:
-        """The generator in this folder, installed at the first use. Raises Missing if it cannot be installed."""
+        """From this folder, installed at the first use; Missing if it cannot be installed."""
         packages = ([f"aiperf=={_AIPERF_VERSION}"],)
         about = f"{AIPERF} (1.2 GB)"
         installed_python(folder / "aiperf", "import aiperf", about, packages, may_install=may_install)
@@ -160,7 +123,7 @@ class Aiperf:
             *(str(self._program), "profile", "--ui-type", "none"),
             *("--no-gpu-telemetry", "--no-server-metrics"),
             *("--url", f"http://127.0.0.1:{load.port}", "--model", load.model),
-            *load.pace("--request-rate", "--arrival-pattern", "constant"),
+            *("--concurrency", str(load.concurrency)),
             *("--endpoint-type", "chat", "--streaming", "--use-server-token-count"),
             *("--request-count", str(load.requests), "--num-prompts", str(load.requests)),
             *("--isl", str(load.input_tokens), "--osl", str(load.output_tokens)),
@@ -172,43 +135,8 @@ class Aiperf:
         [path] = folder.rglob("profile_export_aiperf.json")
         summary: dict[str, Any] = msgspec.json.decode(path.read_bytes())
 
-        def average(name: str) -> float:
-            return float(summary[name]["avg"]) if summary.get(name) else 0.0
+        def total(name: str) -> int:
+            return round(float(summary[name]["avg"])) if summary.get(name) else 0
 
-        def delay(name: str) -> Delay | None:
-            return (
-                Delay(float(summary[name]["p50"]), float(summary[name]["p90"])) if name in summary else None
-            )
-
-        return Seen(
-            answers=round(average("request_count")),
-            failed=round(average("error_request_count")),
-            output_tokens=round(average("total_output_tokens") or average("total_osl")),
-            input_tokens=average("input_sequence_length"),
-            first=delay("time_to_first_token") or Delay(0.0, 0.0),
-            gap=delay("inter_chunk_latency"),
-            per_token=delay("inter_token_latency"),
-        )
-
-
-class BareReads:
-    """See `bare`."""
-
-    name = "bare reads"
-    environ: Mapping[str, str] = MappingProxyType({})
-
-    def command(self, load: Load, folder: Path) -> list[str]:
-        numbers = (load.port, load.concurrency or 1, load.requests, load.output_tokens)
-        return [sys.executable, "-m", "benchmarks.load.bare", *map(str, numbers)]
-
-    def seen(self, folder: Path, stdout: bytes) -> Seen:
-        answers, tokens = map(int, stdout.split())
-        return Seen(
-            answers=answers,
-            failed=0,
-            output_tokens=answers * tokens,
-            input_tokens=0.0,
-            first=Delay(0.0, 0.0),
-            gap=None,
-            per_token=None,
-        )
+        tokens = total("total_output_tokens") or total("total_osl")
+        return Seen(total("request_count"), total("error_request_count"), tokens)

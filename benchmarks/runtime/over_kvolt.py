@@ -1,25 +1,23 @@
 """The request plane as the worker shell and the journey use it.
 
-Six ways, by the job's system:
+Four ways, by the job's system:
 
 * `kvolt whole step`: the step loop sends plain tokens for the whole batch, one call at the client takes them;
 * `kvolt tls`: `kvolt whole step` over mutual TLS, as with a cluster key;
 * `kvolt step`: the same server, the client's sinks are called for each token;
-* `kvolt sink`: the step loop sends a delta on each stream, the client's sinks are called on arrival;
-* `kvolt iterator`: the server of `kvolt sink`, one `async for` task per stream at the client;
-* `kvolt generators`: one async generator per stream at the server, `async for` at the client.
+* `kvolt sink`: the step loop sends a delta on each stream, the client's sinks are called on arrival.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from benchmarks.runtime.workload import WAIT_S, Arrivals, Job, SteppedHandlers, Tally, Work, sample_steps
+from benchmarks.runtime.workload import WAIT_S, Arrivals, Job, Tally, Work, sample_steps
 
 from kvolt.core.delta import Delta, plain_delta
 from kvolt.core.endpoints import EndpointAddress
@@ -36,13 +34,11 @@ from kvolt.runtime.runtime import Ports, ProcessOptions, Runtime
 from kvolt.runtime.security.credentials import Credentials, KeySource
 from kvolt.runtime.security.identity import Identity, ProcessRole
 from kvolt.runtime.security.secure_network import SecureNetwork
-from kvolt.runtime.tasks import TaskGroup
 
 ENDPOINT = EndpointAddress.parse("bench.worker.generate")
 
 WHOLE, STEP, SINK = "kvolt whole step", "kvolt step", "kvolt sink"
 TLS = "kvolt tls"
-ITERATOR, GENERATORS = "kvolt iterator", "kvolt generators"
 
 _CHECK_ALL_EVERY = 16
 """Steps between two looks at every stream."""
@@ -184,18 +180,6 @@ class StepServer(StreamServer):
         return {}
 
 
-class GeneratorServer(KvoltSide, SteppedHandlers):
-    """Answers each stream from an async generator of its own."""
-
-    def __init__(self, job: Job) -> None:
-        KvoltSide.__init__(self, "server", 1)
-        SteppedHandlers.__init__(self, job)
-
-    async def start(self) -> None:
-        await self.runtime.start()
-        await self.runtime.serve(ENDPOINT, lambda request: self.deltas(), int)
-
-
 class _Sink:
     """The least that a reader can do with an item: look at it and know when the last one came."""
 
@@ -235,14 +219,13 @@ class _WholeSteps:
 
 
 class KvoltClient(KvoltSide):
-    """Reads all streams: plain tokens of a step in one call, a sink per stream, or a task per stream."""
+    """Reads all streams: plain tokens of a step in one call, or a sink per stream."""
 
     def __init__(self, job: Job) -> None:
         super().__init__("client", 2, job.key)
         self._job = job
         self._tally = Tally(job.streams)
         self.consume = self._tally.consume
-        self._task_group = TaskGroup("readers")
 
     async def open(self) -> None:
         await self.runtime.start()
@@ -251,32 +234,15 @@ class KvoltClient(KvoltSide):
         for number in range(self._job.streams):
             if self._job.system in (WHOLE, TLS):
                 await client.call(number, _WholeStepSink(self._tally, steps))
-            elif self._job.system in (STEP, SINK):
-                await client.call(number, _Sink(self._tally))
             else:
-                self._task_group.start(self._read(await client.stream(number)), "reader")
-
-    async def _read(self, answers: AsyncIterator[Delta]) -> None:
-        tally = self._tally
-        try:
-            async for delta in answers:
-                tally.tokens += len(delta.token_ids)
-                if tally.tokens >= tally.expected:
-                    tally.reach()
-        except KvoltError as error:
-            tally.fail(error)
+                await client.call(number, _Sink(self._tally))
 
     def counters(self) -> dict[str, int]:
         return {**super().counters(), "tokens": self._tally.tokens}
 
-    async def close(self) -> None:
-        await self._task_group.close()
-        await super().close()
 
-
-async def serve(job: Job) -> StreamServer | GeneratorServer:
-    kinds = {GENERATORS: GeneratorServer, WHOLE: StepServer, TLS: StepServer, STEP: StepServer}
-    server = kinds.get(job.system, StreamServer)(job)
+async def serve(job: Job) -> StreamServer:
+    server = StreamServer(job) if job.system == SINK else StepServer(job)
     await server.start()
     return server
 

@@ -32,7 +32,7 @@ from benchmarks.harness import (
     table,
 )
 from benchmarks.processes import Child, clean_environ
-from benchmarks.runtime.over_kvolt import GENERATORS, ITERATOR, SINK, STEP, TLS, WHOLE
+from benchmarks.runtime.over_kvolt import SINK, STEP, TLS, WHOLE
 from benchmarks.runtime.over_kvolt_bulk import BULK
 from benchmarks.runtime.over_socket import BARE
 from benchmarks.runtime.workload import Job, Mark, Work
@@ -40,7 +40,7 @@ from benchmarks.runtime.workload import Job, Mark, Work
 from kvolt.runtime.security.authority import ClusterAuthority
 
 GRPC = "grpc.aio"
-SYSTEMS = (WHOLE, BARE, TLS, STEP, SINK, GRPC, ITERATOR, GENERATORS)
+SYSTEMS = (WHOLE, BARE, TLS, STEP, SINK, GRPC)
 
 GOAL_STREAMS = 64
 GOAL_OF_LIMIT = 2.0
@@ -59,9 +59,7 @@ def main() -> None:
     options = _options()
     seconds = 0.05 if options.smoke else 2.0
     if options.memory:
-        memory = [
-            _measure_memory(name, 10 if options.smoke else 10_000) for name in (SINK, ITERATOR, GENERATORS)
-        ]
+        memory = _measure_memory(10 if options.smoke else 10_000)
         report(options, memory_text(memory), {"memory": memory})
     elif options.bulk:
         bulk = [_measure_bulk(number, seconds) for number in range(1, options.rounds + 1)]
@@ -342,26 +340,23 @@ class MemoryRow(msgspec.Struct, frozen=True):
     client_bytes: int
 
 
-def _measure_memory(system: str, streams: int) -> MemoryRow:
+def _measure_memory(streams: int) -> MemoryRow:
     """All streams on one connection; each gets an item now and then, so that every stream is in use."""
-    with open_pair(system, streams) as pair:
+    with open_pair(SINK, streams) as pair:
         done = pair.work(Work(steps=1))
         for _ in range(5):
             time.sleep(0.5)
             done = pair.work(Work(steps=1))
-        return MemoryRow(system, streams, *pair.idle_rss_bytes, done.server_rss_bytes, done.client_rss_bytes)
+        return MemoryRow(SINK, streams, *pair.idle_rss_bytes, done.server_rss_bytes, done.client_rss_bytes)
 
 
-def memory_text(rows: Sequence[MemoryRow]) -> str:
-    body, goals = [], []
-    for row in rows:
-        idle, total = row.server_idle_bytes + row.client_idle_bytes, row.server_bytes + row.client_bytes
-        sizes = [f"{each / _MIB:.0f}" for each in (row.server_bytes, row.client_bytes, total, idle)]
-        body.append((str(row.streams), row.system, *sizes, f"{(total - idle) / row.streams / 1024:.1f}"))
-        name = f"{row.system}: both processes within {GOAL_MEMORY_BYTES / _MIB:.0f} MiB"
-        goals.append(goal(name, total <= GOAL_MEMORY_BYTES, f"{total / _MIB:.0f} MiB"))
+def memory_text(row: MemoryRow) -> str:
+    idle, total = row.server_idle_bytes + row.client_idle_bytes, row.server_bytes + row.client_bytes
+    sizes = [f"{each / _MIB:.0f}" for each in (row.server_bytes, row.client_bytes, total, idle)]
+    body = [(str(row.streams), row.system, *sizes, f"{(total - idle) / row.streams / 1024:.1f}")]
     head = "streams | system | server MiB | client MiB | together MiB | before MiB | KiB/stream"
-    return "\n".join([table(head, body), *goals])
+    name = f"both processes within {GOAL_MEMORY_BYTES / _MIB:.0f} MiB"
+    return f"{table(head, body)}\n{goal(name, total <= GOAL_MEMORY_BYTES, f'{total / _MIB:.0f} MiB')}"
 
 
 # --- what a long message adds to the delay of others

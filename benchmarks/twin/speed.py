@@ -1,26 +1,22 @@
-"""The twin and Dynamo's offline replay on the same trace and engine: wall time, memory and results.
+"""The twin beside Dynamo's offline replay: the same trace, the same engine, how long, how much memory, what answers.
 
-    python -m benchmarks.twin.speed               three rounds; writes results/speed.{json,txt}; about three minutes
+    python -m benchmarks.twin.speed               three rounds; kept in results/speed.{json,txt}; about three minutes
 
-Run from the repository's root on an idle machine. The trace is Mooncake's conversation trace from the folder that
-KVOLT_TRACES names (`kvolt trace sources`), or the project's own small trace, where start-up dominates. The first run
-installs the peer (`benchmarks/twin/peers/install`). Runs alternate; each is a process pinned to the same core. Wall
-time is the process's lifetime, including reading the trace; `replay alone` is the time that Dynamo reports. Memory is
-the peak resident set.
+Run from the repository's root, on a machine that does nothing else. The trace is Mooncake's conversation trace from the
+folder that KVOLT_TRACES names (`kvolt trace sources`), else the project's own small one, where start is all there is to
+see. The peer is installed at the first run (`benchmarks/twin/peers/install`). Each run is a process on one core, all
+with the same one; the two take turns. Wall time is that of the process, from start to end, reading the trace included;
+`replay alone` is what Dynamo says of itself. Memory is the highest resident set.
 
-Both simulate the same engine (`replays`), so that their latencies are comparable. Remaining differences:
+Both simulate one engine (`replays`), so that their latencies can be held against each other. What is left between them:
 
-- First tokens. Dynamo adds a decode pass to the pass that completes a prompt, even if no other request decodes: a
-  single request of 100 tokens has its first token after 23.77 ms, of which 18.02 are prefill and 5.75 decode. The
-  twin's comes after the prefill, since engines sample it from the prompt's last position. Where other requests decode
-  in the same step, as in most steps of this trace, the step includes a decode anyway: the twin's TTFT is 1.5 % lower
-  in the mean and equal in the median.
-- Occupancy. Dynamo counts the blocks that a decode pass reads, the twin counts tokens: below 0.1 %.
-- Network. The twin's requests cross a network of 0.1 ms each way; Dynamo's replay has none.
-- Percentiles. The twin's come from histograms with buckets of 0.4 %, Dynamo's from exact values (gaps: 0.1 %).
-
-Growth: cost of a request with 256 workers relative to 8, at the same load per worker (`scaling`). The latencies of the
-two must be equal.
+- First tokens. Dynamo's pass in which a prompt is completed adds a decode pass, even if no other request decodes:
+  a request of 100 tokens alone has its first token after 23.77 ms, 18.02 of prefill and 5.75 of decode. The twin's
+  comes after the prefill, from whose last position engines sample it. Where others decode in the same step, as most
+  of the time in this trace, a decode is in it anyway: ttft is 1.5 % lower in the mean, and equal in the median.
+- Occupancy. Dynamo counts whole blocks in what a decode pass reads, the twin tokens: below 0.1 %.
+- Network. The twin's requests cross one of 0.1 ms each way; Dynamo's replay has none.
+- Percentiles. Those of the twin come from histograms with buckets of 0.4 %, Dynamo's from exact values (gaps: 0.1 %).
 """
 
 from __future__ import annotations
@@ -34,8 +30,6 @@ from pathlib import Path
 
 import msgspec
 from benchmarks.harness import (
-    Figure,
-    Rows,
     goal,
     in_turn,
     parser_for,
@@ -52,12 +46,10 @@ from benchmarks.twin.replays import (
     PEER,
     STATISTICS,
     Replayed,
-    on_one_core,
     peer_python,
     replay_dynamo,
     replay_kvolt,
 )
-from benchmarks.twin.scaling import Scaled
 
 from kvolt.bench.traces import find_public, limit, read_trace, small_trace, write_trace
 
@@ -68,14 +60,11 @@ class Plan(msgspec.Struct, frozen=True):
     rounds: int
     num_workers: int
     num_requests: int | None
-    """Number of requests of the trace; None for all."""
-    scaled_requests: int
-    """Requests on 8 workers; multiplied by the number of copies on the others."""
-    copies: int
+    """Of the trace; None for all."""
 
 
-_FULL = Plan(3, 8, None, 376, 32)
-_SMOKE = Plan(1, 8, 20, 10, 2)
+_FULL = Plan(3, 8, None)
+_SMOKE = Plan(1, 8, 20)
 
 
 def main() -> None:
@@ -88,13 +77,11 @@ def main() -> None:
             plan, Path(folder), None if options.smoke else os.environ.get("KVOLT_TRACES")
         )
         replays = _replays(plan, python, trace, block_size, core)
-        scaled = _scaled(plan, trace, core)
-    results = {"trace": name, "plan": plan, "replays": replays, "growth": scaled}
-    report(options, text(name, replays, scaled), results)
+    report(options, text(name, replays), {"trace": name, "plan": plan, "replays": replays})
 
 
 def _trace(plan: Plan, folder: Path, public: str | None) -> tuple[str, Path, int]:
-    """Name of the trace, a file that both read, and the block size of its hash ids."""
+    """Its name, a file that both read, and the block size of its hash ids."""
     paths = [each.path for each in find_public(public) if each.trace.name == _TRACE] if public else []
     if paths and paths[0] is not None:
         name, records = _TRACE, list(limit(read_trace(paths[0]), plan.num_requests or sys.maxsize))
@@ -122,29 +109,11 @@ def _replays(plan: Plan, python: Path | None, trace: Path, block_size: int, core
     return rows
 
 
-def _scaled(plan: Plan, trace: Path, core: int) -> list[Scaled]:
-    rows: list[Scaled] = []
-    for number in range(plan.rounds):
-        for copies in (1, plan.copies):
-            with tempfile.TemporaryDirectory(prefix="bench-twin-") as folder:
-                numbers = (str(plan.scaled_requests), str(copies))
-                command = [sys.executable, "-m", "benchmarks.twin.scaling", str(trace), *numbers]
-                _, stdout = on_one_core("the twin", command, Path(folder), core)
-            row = msgspec.json.decode(stdout, type=Scaled)
-            rows.append(row)
-            say(
-                f"round {number + 1}  {row.num_workers:>3} workers  {row.cpu_us_per_request:.0f} us per request"
-            )
-    return rows
-
-
 # --- the report
 
 GOAL_WALL_S = 20.0
 GOAL_RSS_BYTES = 1 << 30
 GOAL_SAME = 0.05
-GOAL_GROWTH = 1.3
-_SAME_MS = 0.01
 _MIB = 1 << 20
 
 _COSTS: tuple[tuple[str, Callable[[Replayed], float], str], ...] = (
@@ -154,10 +123,10 @@ _COSTS: tuple[tuple[str, Callable[[Replayed], float], str], ...] = (
 )
 
 
-def text(trace: str, replays: Sequence[Replayed], scaled: Sequence[Scaled]) -> str:
+def text(trace: str, replays: Sequence[Replayed]) -> str:
     if not any(row.system == PEER for row in replays):
-        return "\n\n".join([f"trace: {trace}", f"missing: {PEER}", _growth(scaled)])
-    return "\n\n".join([f"trace: {trace}", _costs(replays), _answers(replays), _growth(scaled)])
+        return f"trace: {trace}\n\nmissing: {PEER}"
+    return "\n\n".join([f"trace: {trace}", _costs(replays), _answers(replays)])
 
 
 def _costs(replays: Sequence[Replayed]) -> str:
@@ -180,7 +149,7 @@ def _costs(replays: Sequence[Replayed]) -> str:
 
 
 def _answers(replays: Sequence[Replayed]) -> str:
-    """Results of the first run of each: a simulation is deterministic."""
+    """Of the first run of each: a simulation says the same each time."""
     ours, theirs = (next(row for row in replays if row.system == system) for system in (KVOLT, PEER))
     body, differences = [], []
     for name in LATENCIES:
@@ -199,7 +168,7 @@ def _answers(replays: Sequence[Replayed]) -> str:
     is_same = abs(largest) <= GOAL_SAME and ours.num_whole == theirs.num_whole
     same = goal(f"same latencies within {GOAL_SAME:.0%}", is_same, f"at most {largest:+.1%}")
     firsts = {KVOLT: ours.latencies, PEER: theirs.latencies}
-    # Equal except for the order of a summation.
+    # Equal but for the order in which a sum was made.
     stays = all(
         math.isclose(value, firsts[row.system][name][statistic], rel_tol=1e-9)
         for row in replays
@@ -208,34 +177,6 @@ def _answers(replays: Sequence[Replayed]) -> str:
     )
     repeated = "equal in all rounds" if stays else "NOT equal in all rounds"
     return "\n".join([table(("", KVOLT, PEER, "difference"), body), same, f"latencies of each: {repeated}"])
-
-
-def _growth(scaled: Sequence[Scaled]) -> str:
-    sizes = sorted({row.num_workers for row in scaled})
-    small, large = ([row for row in scaled if row.num_workers == size] for size in sizes)
-    figures = (
-        Figure("workers", "num_workers", "", max),
-        Figure("requests", "num_requests", "", max),
-        Figure("CPU us per request", "cpu_us_per_request", ".0f"),
-        Figure("peak RSS MiB", lambda row: row.peak_rss_bytes / _MIB, ".0f", max),
-        Figure("ttft mean ms", "mean_ttft_ms", ".3f", max),
-        Figure("e2e mean ms", "mean_e2e_ms", ".3f", max),
-    )
-    body = [Rows(rows).cells(figures) for rows in (small, large)]
-    ratio = spread(
-        [many.cpu_us_per_request / few.cpu_us_per_request for few, many in zip(small, large, strict=True)]
-    )
-    apart = max(
-        abs(small[0].mean_ttft_ms - large[0].mean_ttft_ms), abs(small[0].mean_e2e_ms - large[0].mean_e2e_ms)
-    )
-    name = f"a request on {sizes[1]} workers costs less than {GOAL_GROWTH:g} x one on {sizes[0]}"
-    return "\n".join(
-        [
-            table([each.title for each in figures], body),
-            goal(name, ratio.median < GOAL_GROWTH, ratio),
-            goal("the same latencies on both", apart <= _SAME_MS, f"means {apart:.4f} ms apart"),
-        ]
-    )
 
 
 if __name__ == "__main__":

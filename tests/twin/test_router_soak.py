@@ -6,8 +6,7 @@ import logging
 from collections.abc import Iterator
 
 import pytest
-from benchmarks.router.event_soak import growth
-from benchmarks.router.soak import GOAL_POINTS, plans, solve
+from benchmarks.router.soak import GOAL_POINTS, growth, plans, solve
 
 from kvolt.twin.faults import Faults
 

@@ -61,7 +61,7 @@ PRESETS: dict[str, Preset] = {
         ),
     ),
     # kvolt fit benchmarks/engine/results/h200_published_steps.jsonl --name h200-vllm-llama-8b-fp8 58 points
-    # measured by a client (benchmarks/engine/published_points.py). Median error on the held-out ones 6% on
+    # measured by a client (benchmarks/engine/README.md). Median error on the held-out ones 6% on
     # decodes and 3% on prompts; p90 16% and 3%. No point mixes prompts and decodes in a step: the cost of a
     # mixed step is the sum of both parts.
     "h200-vllm-llama-8b-fp8": Preset(

@@ -53,16 +53,10 @@ class LossyBus(MemBus):
         super().__init__()
         self._share = share
         self._rng = rng
-        self.num_lost = 0
 
     def send(self, event: Event) -> None:
-        if self._rng.random() < self._share:
-            self.num_lost += 1
-            return
-        super().send(event)
-
-    def stop_losing(self) -> None:
-        self._share = 0.0
+        if self._rng.random() >= self._share:
+            super().send(event)
 
 
 def new_bus(faults: Faults, seed: int) -> MemBus:

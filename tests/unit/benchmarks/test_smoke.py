@@ -38,7 +38,7 @@ def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_package_is_walked() -> None:
-    assert len(BENCHMARKS) >= 38
+    assert len(BENCHMARKS) >= 26
     assert modules_with("ArgumentParser(") == [], "a benchmark takes its parser from harness.parser_for"
     assert set(modules_with("parser_for(")) | set(modules_with("study_parser(")) == set(BENCHMARKS)
 

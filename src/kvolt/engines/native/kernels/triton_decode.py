@@ -27,7 +27,7 @@ _INTERPRETED_PROCESSORS = 8
 
 @dataclass(frozen=True, slots=True)
 class DecodeShape:
-    """Tile sizes, tuned by `benchmarks/engine/gpu.py` on an H200."""
+    """Tile sizes, tuned on an H200."""
 
     tile_bytes: int = 16384
     """Bytes of keys, and of values, in one tile of 16 (the minimum of a matrix unit) to 64 tokens."""

@@ -20,7 +20,7 @@ from kvolt.engines.native.kernels.triton_decode import LOG2_E, PagedContext, pre
 
 @dataclass(frozen=True, slots=True)
 class PrefillShape:
-    """Tile sizes, tuned by `benchmarks/engine/gpu.py` on an H200."""
+    """Tile sizes, tuned on an H200."""
 
     query_tile: int = 128
     key_tile: int = 64
