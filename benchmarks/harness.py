@@ -149,16 +149,19 @@ def in_turn(systems: Sequence[Item], number: int) -> Sequence[Item]:
     return systems if number % 2 else systems[::-1]
 
 
-def in_processes(work: Callable[[Job], Result], jobs: Sequence[Job], num_processes: int) -> Iterator[Result]:
-    """Results as they complete; by one process: in this one. Ctrl-C cancels the jobs that are left."""
+def in_processes(
+    work: Callable[[Job], Result], jobs: Sequence[Job], num_processes: int
+) -> Iterator[tuple[Job, Result]]:
+    """Jobs with their results as they complete; by one process: in this one. Ctrl-C cancels the jobs that are left."""
     if num_processes == 1:
-        yield from map(work, jobs)
+        yield from ((job, work(job)) for job in jobs)
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max(1, min(num_processes, len(jobs))), context) as pool:
         try:
-            for done in as_completed([pool.submit(work, job) for job in jobs]):
-                yield done.result()
+            running = {pool.submit(work, job): job for job in jobs}
+            for done in as_completed(running):
+                yield running[done], done.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -272,6 +275,14 @@ class Rows(Generic[Row]):
         """The figure here and there, of each round that has both."""
         peers = other.values(theirs or figure)
         return [(value, peers[number]) for number, value in self.values(figure).items() if number in peers]
+
+    def ratio(self, other: Rows[Row], figure: Figure) -> Interval:
+        """Mean ratio to others, round by round; of the means where a round of theirs has nothing."""
+        mine, theirs = self.values(figure), other.values(figure)
+        if min(theirs.values()) > 0:
+            return interval([value / theirs[number] for number, value in sorted(mine.items())])
+        total = sum(theirs.values())
+        return Interval(sum(mine.values()) / total if total else float("inf"), 0.0)
 
 
 def cell(value: Any, form: str = "") -> str:

@@ -48,8 +48,8 @@ from benchmarks.disaggregation.study_runs import (
     highest_rates,
     solve,
 )
-from benchmarks.harness import Figure, Interval, Rows, goal, in_processes, interval, report, run, say, table
-from benchmarks.router.kept_rows import KeptRows, parse_study, study_parser
+from benchmarks.harness import Figure, Rows, goal, interval, report, run, table
+from benchmarks.studies import KeptRows, parse_study, study_parser
 
 LOADS = (1.0, 0.6)
 
@@ -72,22 +72,14 @@ def main() -> None:
     plan = _SMOKE if options.smoke else _FULL
     searched = KeptRows(options.folder, "disaggregation-rates", Rates)
     kept = KeptRows(options.folder, "disaggregation", Row)
-    rates = _rates(plan, searched, options.processes)
-    rows = _solved(_points(plan, rates), kept, options.processes)
+    searches = [Search(cell, plan.lasting, precision=plan.precision) for cell in plan.cells]
+    highest = searched.solve(highest_rates, searches[::-1], options.processes)  # the longest first
+    rates = {each.search.cell: each for each in highest[::-1]}
+    rows = kept.solve(solve, _points(plan, rates), options.processes)
     results = {"plan": plan, "rates": list(rates.values()), "rows": rows}
     report(options, text(rates, rows), results)
     for each in (searched, kept):
         each.remove()
-
-
-def _rates(plan: Plan, kept: KeptRows[Rates], num_processes: int) -> dict[Cell, Rates]:
-    searches = [Search(cell, plan.lasting, precision=plan.precision) for cell in plan.cells]
-    left = [each for each in searches if kept.get(each.key) is None]
-    for highest in in_processes(highest_rates, left[::-1], num_processes):  # the longest first
-        kept.add(highest.search.key, highest)
-        say(f"{highest.search.cell}: aggregated {highest.aggregated:.2f}/s, P/D {highest.split:.2f}/s")
-    done = (kept.get(each.key) for each in searches)
-    return {highest.search.cell: highest for highest in done if highest is not None}
 
 
 def _points(plan: Plan, rates: Mapping[Cell, Rates]) -> list[Point]:
@@ -105,18 +97,6 @@ def _points(plan: Plan, rates: Mapping[Cell, Rates]) -> list[Point]:
             )
         ]
     return points
-
-
-def _solved(points: Sequence[Point], kept: KeptRows[Row], num_processes: int) -> list[Row]:
-    left = [point for point in points if kept.get(point.key) is None]
-    num_done = len(points) - len(left)
-    for row in in_processes(solve, left, num_processes):
-        kept.add(row.point.key, row)
-        num_done += 1
-        if num_done % 20 == 0:
-            say(f"{num_done}/{len(points)} runs, the last in {row.wall_s:.1f} s")
-    rows = (kept.get(point.key) for point in points)
-    return [row for row in rows if row is not None]
 
 
 # --- the report
@@ -165,17 +145,17 @@ def _workers(num_workers: int, rows: Rows[Row], rates: Mapping[Cell, Rates]) -> 
             better = _better(systems, GOODPUT)
             for name, mine in systems.items():
                 title = name if name == AGGREGATED else f"{name} {split}"
-                ratio = "better" if name == better else _ratio(mine, systems[better], GOODPUT).text()
+                ratio = "better" if name == better else mine.ratio(systems[better], GOODPUT).text()
                 body.append((*kind, load, title, *mine.cells(FIGURES), ratio))
-            lost, itl = (_ratio(systems[SPLIT], systems[AGGREGATED], each) for each in (GOODPUT, ITL))
+            lost, itl = (systems[SPLIT].ratio(systems[AGGREGATED], each) for each in (GOODPUT, ITL))
             if lost.mean < 1 - GOAL_LOSS:
                 losses.append(
                     f"P/D loses: {place}: {lost.text()} of aggregated's goodput, {itl.text()} of its ITL p99"
                 )
             # Goodput and tokens/s beside the system that has more of it, ITL beside that of the better goodput.
             ours = systems[CONDITIONAL]
-            goodput, itl = (_ratio(ours, systems[better], each) for each in (GOODPUT, ITL))
-            tokens = _ratio(ours, systems[_better(systems, TOKENS)], TOKENS)
+            goodput, itl = (ours.ratio(systems[better], each) for each in (GOODPUT, ITL))
+            tokens = ours.ratio(systems[_better(systems, TOKENS)], TOKENS)
             is_met = min(goodput.mean, tokens.mean) >= 1 - GOAL_LOSS
             num_runs, num_met, num_itl = num_runs + 1, num_met + is_met, num_itl + (itl.mean <= 1 + GOAL_LOSS)
             shown = [each.text(".3f") for each in (goodput, tokens, itl)]
@@ -204,15 +184,6 @@ def _workers(num_workers: int, rows: Rows[Row], rates: Mapping[Cell, Rates]) -> 
 def _better(systems: Mapping[str, Rows[Row]], figure: Figure) -> str:
     """The better of the two fixed modes, by the mean over the same seeds."""
     return max((AGGREGATED, SPLIT), key=lambda name: systems[name].fold(figure).mean)
-
-
-def _ratio(mine: Rows[Row], theirs: Rows[Row], figure: Figure) -> Interval:
-    """Seed by seed; where the other has nothing, of the means."""
-    ours, others = mine.values(figure), theirs.values(figure)
-    if min(others.values()) > 0:
-        return interval([value / others[seed] for seed, value in sorted(ours.items())])
-    total = sum(others.values())
-    return Interval(sum(ours.values()) / total if total else float("inf"), 0.0)
 
 
 if __name__ == "__main__":

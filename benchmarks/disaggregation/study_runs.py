@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import math
 import random
-import time
 from collections.abc import Sequence
 
 import msgspec
 import numpy as np
+from benchmarks.studies import samples_of
 
 from kvolt.bench.load.sample import Sample
 from kvolt.core.trace import TraceRecord
 from kvolt.engines.sim.engine import SimArguments
 from kvolt.twin.cluster import TwinSettings
-from kvolt.twin.replay import TwinRun, new_tally
 
 AGGREGATED, SPLIT, CONDITIONAL = "aggregated", "P/D", "conditional"
 BLOCK_SIZE, NUM_BLOCKS = 64, 8192
@@ -63,10 +62,6 @@ class Point(msgspec.Struct, frozen=True):
     lasting: Lasting
 
     @property
-    def key(self) -> str:
-        return str(msgspec.structs.astuple(self))
-
-    @property
     def num_requests(self) -> int:
         lasting = self.lasting
         return max(lasting.least, min(lasting.most, round(self.rate_per_s * lasting.seconds)))
@@ -101,7 +96,6 @@ class Figures(msgspec.Struct, frozen=True):
 class Row(msgspec.Struct, frozen=True):
     point: Point
     figures: Figures
-    wall_s: float
 
 
 def records_of(point: Point) -> list[TraceRecord]:
@@ -131,7 +125,6 @@ def records_of(point: Point) -> list[TraceRecord]:
 
 
 def solve(point: Point) -> Row:
-    started = time.perf_counter()
     cell = point.cell
     is_conditional = point.system == CONDITIONAL
     settings = TwinSettings(
@@ -143,9 +136,7 @@ def solve(point: Point) -> Row:
         engine=SimArguments(preset="h200-llama-8b", block_size=BLOCK_SIZE, kv_blocks=NUM_BLOCKS),
         seed=point.seed,
     )
-    samples: list[Sample] = []
-    TwinRun(settings, new_tally(settings)).run(records_of(point), samples.append)
-    return Row(point, _figures(point, samples), time.perf_counter() - started)
+    return Row(point, _figures(point, samples_of(settings, records_of(point))))
 
 
 def _figures(point: Point, everyone: Sequence[Sample]) -> Figures:
@@ -189,10 +180,6 @@ class Search(msgspec.Struct, frozen=True):
     lasting: Lasting
     num_seeds: int = 2
     precision: float = 0.05
-
-    @property
-    def key(self) -> str:
-        return str(msgspec.structs.astuple(self))
 
 
 class Rates(msgspec.Struct, frozen=True):

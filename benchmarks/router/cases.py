@@ -19,10 +19,12 @@ import random
 from collections.abc import Sequence
 
 import msgspec
-from benchmarks.harness import goal, interval, table
+from benchmarks.harness import Rows, goal, table
 from benchmarks.router.gains_runs import (
     BLOCK_SIZE,
     CLASSIC,
+    HITS,
+    LATENCIES,
     LATENCY,
     NUM_BLOCKS,
     NUM_WORKERS,
@@ -30,22 +32,14 @@ from benchmarks.router.gains_runs import (
     Figures,
     figures_of,
 )
+from benchmarks.studies import samples_of
 
-from kvolt.bench.load.sample import Sample
 from kvolt.core.trace import TraceRecord
 from kvolt.engines.sim.engine import SimArguments
 from kvolt.twin.cluster import TwinSettings
 from kvolt.twin.faults import Faults
-from kvolt.twin.replay import TwinRun, new_tally
 
 ROUTERS = (LATENCY, CLASSIC, ROUND_ROBIN)
-FIGURES = {
-    "TTFT mean": "ttft_mean_ms",
-    "TTFT p99": "ttft_p99_ms",
-    "ITL mean": "itl_mean_ms",
-    "E2E mean": "e2e_mean_ms",
-    "E2E p99": "e2e_p99_ms",
-}
 GOAL = 1.02
 """Tolerance relative to the best other policy; a difference within it counts as equal."""
 
@@ -80,10 +74,6 @@ class CasePoint(msgspec.Struct, frozen=True):
     seconds: float
     warm_s: float
     """Requests that arrive before this time are not measured."""
-
-    @property
-    def key(self) -> str:
-        return " ".join(map(str, msgspec.structs.astuple(self)))
 
 
 class CaseRow(msgspec.Struct, frozen=True):
@@ -126,31 +116,24 @@ def solve_case(point: CasePoint) -> CaseRow:
         seed=point.seed,
         faults=case.faults,
     )
-    samples: list[Sample] = []
-    TwinRun(settings, new_tally(settings)).run(records_of(case, point.seed, point.seconds), samples.append)
+    samples = samples_of(settings, records_of(case, point.seed, point.seconds))
     return CaseRow(point, figures_of([each for each in samples if each.due_s >= point.warm_s]))
 
 
 def text(rows: Sequence[CaseRow]) -> str:
     body, goals = [], []
-    for case in dict.fromkeys(row.point.case.name for row in rows):
-        means: dict[str, dict[str, float]] = {}
-        for router in ROUTERS:
-            figures = [
-                row.figures for row in rows if (row.point.case.name, row.point.router) == (case, router)
-            ]
-            times = {name: interval([getattr(each, of) for each in figures]) for name, of in FIGURES.items()}
-            means[router] = {name: each.mean for name, each in times.items()}
-            hits = interval([100 * each.hit_rate for each in figures])
-            failed = sum(each.num_failed for each in figures)
-            shown = [times[name].text(",.2f" if name == "ITL mean" else ",.0f") for name in FIGURES]
-            body.append((case, router, *shown, hits.text(".1f"), str(failed)))
+    for case, of_case in Rows(rows, by="point.seed").each("point.case.name"):
+        routers = dict(of_case.each("point.router"))
+        for router, mine in routers.items():
+            failed = sum(row.figures.num_failed for row in mine.rows)
+            body.append((case, router, *mine.cells((*LATENCIES, HITS)), str(failed)))
         ratios = {
-            name: means[LATENCY][name] / min(means[other][name] for other in ROUTERS if other != LATENCY)
-            for name in FIGURES
+            each.title: routers[LATENCY].fold(each).mean
+            / min(routers[router].fold(each).mean for router in ROUTERS if router != LATENCY)
+            for each in LATENCIES
         }
-        shown_ratios = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
-        met = all(ratio <= GOAL for name, ratio in ratios.items() if name != "ITL mean")
-        goals.append(goal(f"{case}: {LATENCY} as good as the better of the others", met, shown_ratios))
-    head = ("case", "router", *(f"{name} ms" for name in FIGURES), "hit rate %", "failed")
+        shown = ", ".join(f"{name.removesuffix(' ms')} {ratio:.2f}" for name, ratio in ratios.items())
+        is_met = all(ratio <= GOAL for name, ratio in ratios.items() if not name.startswith("ITL"))
+        goals.append(goal(f"{case}: {LATENCY} as good as the better of the others", is_met, shown))
+    head = ("case", "router", *(each.title for each in (*LATENCIES, HITS)), "failed")
     return "\n".join([table(head, body), *goals])

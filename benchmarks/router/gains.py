@@ -4,25 +4,24 @@
     python -m benchmarks.router.gains --only peer --only cases --seeds 4
 
 Three parts: `peer` (the whole trace, compared to Dynamo), `cases` (shared prefix, hot tenant, slow and failing worker:
-`benchmarks.router.cases`) and `loads` (two workloads by load). A run with --only replaces these parts of the results
+`benchmarks.router.cases`) and `loads` (the trace by load). A run with --only replaces these parts of the results
 and keeps the others; every part has its own command, commit and date.
 
 Continues where it was stopped, unless kvolt's sources have changed (rows are in --folder, KVOLT_BENCH). Times are
 virtual, independent of the load of the machine.
 
 Cluster: 8 workers, blocks of 64 tokens, 16,384 each, the timing of Dynamo's mocker (some cases have another).
-Workloads: Mooncake's conversation trace from the folder KVOLT_TRACES (`kvolt trace sources`; without it as many chats
-of the project's own recipe, noted in the table), and `agents`, chats whose quick turns add files (`gains_runs`),
-where most of a prompt is a known prefix.
+Trace: Mooncake's conversations from the folder KVOLT_TRACES (`kvolt trace sources`; without it as many chats of the
+project's own recipe, noted in the table).
 
-Load: saturation is the highest rate that round-robin sustains, found by bisection to 3 % on 6,000 requests (agents:
-4,000): first tokens arrive at 95 % or more of the request rate. Loads are fractions of that rate, the same for all
+Load: saturation is the highest rate that round-robin sustains, found by bisection to 3 % on 6,000 requests: first
+tokens arrive at 95 % or more of the request rate. Loads are fractions of that rate, the same for all
 routers.
 
-Seed: for the trace, the section used (1,000 consecutive requests, the first 300 of which fill the caches and are not
-measured) and every draw of the network and the router; for agents the whole workload. The sections overlap, most
-requests are in two, so the intervals are those of this trace, not of all traces. They are 95 % intervals of the mean
-over seeds (Student's t); comparisons are made seed by seed.
+Seed: the section used (1,000 consecutive requests, the first 300 of which fill the caches and are not measured) and
+every draw of the network and the router. The sections overlap, most requests are in two, so the intervals are those of
+this trace, not of all traces. They are 95 % intervals of the mean over seeds (Student's t); comparisons are made seed
+by seed.
 
 `classic, best` is the best weight of a small grid, chosen for each load and each figure, with hindsight.
 
@@ -40,24 +39,21 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import product
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
-from benchmarks.harness import BrokenRun, in_processes, machine, report, run, say
+from benchmarks.harness import BrokenRun, machine, report, run, say
 from benchmarks.router import cases, gains_report, gains_runs
 from benchmarks.router.cases import CASES, CasePoint, CaseRow
-from benchmarks.router.gains_report import PeerFigures, PeerRow
+from benchmarks.router.gains_report import PeerRow
 from benchmarks.router.gains_runs import (
-    AGENTS,
     CLASSIC,
     LATENCY,
-    LEAST_LOADED,
-    MOONCAKE,
     NUM_WORKERS,
     ROUND_ROBIN,
+    Figures,
     Found,
     Point,
     Row,
@@ -66,15 +62,13 @@ from benchmarks.router.gains_runs import (
     mooncake,
     records_of,
     saturation,
-    seen_before,
     solve,
 )
-from benchmarks.router.kept_rows import KeptRows, parse_study, study_parser
+from benchmarks.studies import KeptRows, parse_study, study_parser
 from benchmarks.twin.replays import PEER, peer_python, replay_dynamo
 
 from kvolt.bench.traces import write_trace
 
-_ReorderBuffer = TypeVar("_ReorderBuffer", bound=msgspec.Struct)
 _RESULTS = Path(__file__).parent / "results" / "gains"
 LOADS = (0.3, 0.6, 0.9)
 _PEER_SPEEDS = (1.0, 4.0)
@@ -89,36 +83,19 @@ _PEER_MODES = {
 
 class Plan(msgspec.Struct, frozen=True):
     num_seeds: int
-    searches: tuple[Search, ...]
+    search: Search
     stretch: tuple[int, int]
-    """Requests of a run on the trace, and how many of them are not measured."""
-    agents: tuple[int, int]
+    """Requests of a run at a load, and how many of them are not measured."""
     weights: tuple[float, ...]
-    """Weights of `classic`; agents use only the first."""
+    """Weights of `classic`."""
     peer_requests: int
     """0: the whole trace."""
     case_s: tuple[float, float]
     """Seconds of a case, and how many of them are not measured."""
 
 
-_FULL = Plan(
-    20,
-    (Search(MOONCAKE, 6000, 18.0, 24.0), Search(AGENTS, 4000, 16.0, 30.0)),
-    (1000, 300),
-    (1000, 400),
-    (1.0, 0.5, 2.0, 4.0),
-    0,
-    (20.0, 6.0),
-)
-_SMOKE = Plan(
-    1,
-    (Search(MOONCAKE, 60, 18.0, 24.0, 0.5), Search(AGENTS, 60, 16.0, 30.0, 0.5)),
-    (40, 10),
-    (40, 10),
-    (1.0,),
-    20,
-    (1.0, 0.2),
-)
+_FULL = Plan(20, Search(6000, 18.0, 24.0), (1000, 300), (1.0, 0.5, 2.0, 4.0), 0, (20.0, 6.0))
+_SMOKE = Plan(1, Search(60, 18.0, 24.0, 0.5), (40, 10), (1.0,), 20, (1.0, 0.2))
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -172,94 +149,35 @@ def _commit() -> str:
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
 
 
-def _rows_file(
-    part: str, kind: type[_ReorderBuffer], options: argparse.Namespace
-) -> KeptRows[_ReorderBuffer]:
-    return KeptRows(options.folder, f"gains-{part}", kind)
-
-
-# --- cases
-
-
 def _cases(plan: Plan, options: argparse.Namespace) -> tuple[str, dict[str, object]]:
-    kept = _rows_file("cases", CaseRow, options)
+    kept = KeptRows(options.folder, "gains-cases", CaseRow)
     points = [
         CasePoint(case, router, seed, *plan.case_s)
         for case, router, seed in product(CASES, cases.ROUTERS, range(plan.num_seeds))
     ]
-    left = [point for point in points if kept.get(point.key) is None]
-    for row in in_processes(cases.solve_case, left, options.processes):
-        kept.add(row.point.key, row)
-        say(f"{row.point.case.name}, {row.point.router}, seed {row.point.seed}")
-    rows = [row for point in points if (row := kept.get(point.key)) is not None]
+    rows = kept.solve(cases.solve_case, points, options.processes)
     kept.remove()
     return cases.text(rows), {"rows": rows}
 
 
-# --- the loads
-
-
 def _loads(plan: Plan, options: argparse.Namespace) -> tuple[str, dict[str, object]]:
-    searched, kept = _rows_file("saturation", Found, options), _rows_file("loads", Row, options)
-    saturations = _saturations(plan, searched, options.processes)
-    points = _points(plan, saturations)
-    rows = _solved(points, kept, options.processes)
-    reuse = {
-        workload: [seen_before(point) for point in _one_of_each_trace(points, workload)]
-        for workload in (MOONCAKE, AGENTS)
-    }
+    searched = KeptRows(options.folder, "gains-saturation", Found)
+    kept = KeptRows(options.folder, "gains-loads", Row)
+    [saturated] = searched.solve(saturation, [plan.search], 1)
+    routers = [(ROUND_ROBIN, 0.0), *((CLASSIC, weight) for weight in plan.weights), (LATENCY, 0.0)]
+    points = [
+        Point(router, weight, seed, round(load * saturated.rate_per_s, 6), *plan.stretch)
+        for load, seed, (router, weight) in product(LOADS, range(plan.num_seeds), routers)
+    ]
+    rows = kept.solve(solve, points, options.processes)
     searched.remove()
     kept.remove()
-    text = f"trace: {_trace()}\n\n{gains_report.loads_text(saturations, rows, reuse)}"
-    return text, {"plan": plan, "saturation": saturations, "rows": rows, "seen_before": reuse}
+    text = f"trace: {_trace()}\n{gains_report.loads_text(saturated, rows)}"
+    return text, {"plan": plan, "saturation": saturated, "rows": rows}
 
 
 def _trace() -> str:
     return "Mooncake's conversation trace" if mooncake() else "no public trace: chats of the project's own"
-
-
-def _saturations(plan: Plan, kept: KeptRows[Found], num_processes: int) -> dict[str, Found]:
-    left = [each for each in plan.searches if kept.get(_key(each)) is None]
-    for saturated in in_processes(saturation, left, min(num_processes, len(left) or 1)):
-        kept.add(_key(saturated.search), saturated)
-        say(f"{saturated.search.workload}: round-robin follows up to {saturated.rate_per_s:.2f} requests/s")
-    done = {each.workload: kept.get(_key(each)) for each in plan.searches}
-    return {workload: saturated for workload, saturated in done.items() if saturated is not None}
-
-
-def _key(search: Search) -> str:
-    return str(msgspec.structs.astuple(search))
-
-
-def _points(plan: Plan, saturations: dict[str, Found]) -> list[Point]:
-    points = []
-    for (workload, saturated), seed, load in product(saturations.items(), range(plan.num_seeds), LOADS):
-        num, num_warm = plan.stretch if workload == MOONCAKE else plan.agents
-        weights = plan.weights if workload == MOONCAKE else plan.weights[:1]
-        routers = [(ROUND_ROBIN, 0.0), (LEAST_LOADED, 0.0), (LATENCY, 0.0), *((CLASSIC, w) for w in weights)]
-        rate = round(load * saturated.rate_per_s, 6)
-        points += [Point(workload, router, weight, seed, rate, num, num_warm) for router, weight in routers]
-    return points
-
-
-def _one_of_each_trace(points: Sequence[Point], workload: str) -> list[Point]:
-    mine = (point for point in points if point.workload == workload)
-    return list({(point.seed, point.rate_per_s): point for point in mine}.values())
-
-
-def _solved(points: Sequence[Point], kept: KeptRows[Row], num_processes: int) -> list[Row]:
-    left = [point for point in points if kept.get(point.key) is None]
-    num_done = len(points) - len(left)
-    for row in in_processes(solve, left, num_processes):
-        kept.add(row.point.key, row)
-        num_done += 1
-        point = row.point
-        say(
-            f"{num_done}/{len(points)}  {point.workload} {point.name} seed {point.seed} "
-            f"at {point.rate_per_s:.1f}/s: {row.figures.ttft_mean_ms:.0f} ms ({row.wall_s:.1f} s)"
-        )
-    rows = (kept.get(point.key) for point in points)
-    return [row for row in rows if row is not None]
 
 
 # --- beside Dynamo
@@ -273,12 +191,12 @@ def _beside_dynamo(plan: Plan, options: argparse.Namespace) -> tuple[str, dict[s
         for name, (mode, scale) in _PEER_MODES.items()
     ]
     points = [
-        Point(MOONCAKE, router, float(router == CLASSIC), 0, speed * base_rate(), plan.peer_requests, 0)
+        Point(router, float(router == CLASSIC), 0, speed * base_rate(), plan.peer_requests, 0)
         for speed in _PEER_SPEEDS
         for router in (LATENCY, CLASSIC, ROUND_ROBIN)
     ]
-    kept = _rows_file("peer", Row, options)
-    for row in _solved(points, kept, options.processes):
+    kept = KeptRows(options.folder, "gains-peer", Row)
+    for row in kept.solve(solve, points, options.processes):
         speed = round(row.point.rate_per_s / base_rate(), 6)
         rows.append(PeerRow(f"kvolt, {row.point.name}", speed, row.figures))
     kept.remove()
@@ -289,7 +207,7 @@ def _replayed(
     plan: Plan, name: str, mode: str, scale: float, speed: float, options: argparse.Namespace
 ) -> PeerRow:
     say(f"{name} at {speed:g} x the trace's rate")
-    records = records_of(Point(MOONCAKE, ROUND_ROBIN, 0.0, 0, 0.0, plan.peer_requests, 0))
+    records = records_of(Point(ROUND_ROBIN, 0.0, 0, 0.0, plan.peer_requests, 0))
     try:
         with tempfile.TemporaryDirectory(prefix="bench-gains-") as work:
             path = Path(work) / "trace.jsonl"
@@ -308,7 +226,7 @@ def _replayed(
     except (BrokenRun, OSError) as error:
         return PeerRow(name, speed, None, str(error))
     ttft, itl, e2e = (done.latencies[name] for name in ("ttft", "tpot", "e2e"))
-    figures = PeerFigures(ttft["mean"], ttft["p99"], itl["mean"], e2e["mean"], e2e["p99"], done.hit_rate)
+    figures = Figures(ttft["mean"], ttft["p99"], itl["mean"], e2e["mean"], e2e["p99"], done.hit_rate)
     return PeerRow(name, speed, figures)
 
 

@@ -1,8 +1,6 @@
-"""One run of the twin for a study of routers: results by workload, rate, router and seed.
+"""Runs of the twin for the study of routers: figures by router, rate and seed.
 
-Two workloads. `mooncake` is a section of the conversation trace; the seed determines where it starts. `agents` are
-long chats with quick turns that add whole files, in which most of a prompt repeats; the seed determines all of it.
-Both arrive at the given rate (agents once the first chats have reached later turns). The first part of a run fills
+The trace is a section of Mooncake's conversations; the seed determines where it starts. The first part of a run fills
 the caches and is not measured.
 """
 
@@ -10,54 +8,31 @@ from __future__ import annotations
 
 import os
 import random
-import time
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
 import msgspec
 import numpy as np
+from benchmarks.harness import Figure, interval
+from benchmarks.studies import samples_of
 
 from kvolt.bench.load.sample import Sample
-from kvolt.bench.traces import (
-    Lognormal,
-    Recipe,
-    ReuseMeter,
-    find_public,
-    make_trace,
-    read_trace,
-    scale_time,
-    start_at_zero,
-)
+from kvolt.bench.traces import Recipe, find_public, make_trace, read_trace, scale_time, start_at_zero
 from kvolt.core.trace import TraceRecord
 from kvolt.engines.sim.engine import SimArguments
 from kvolt.runtime.config.router_settings import RouterSettings
 from kvolt.twin.cluster import TwinSettings
-from kvolt.twin.replay import TwinRun, new_tally
 
-MOONCAKE, AGENTS = "mooncake", "agents"
-ROUND_ROBIN, LEAST_LOADED, CLASSIC, LATENCY = "round-robin", "least-loaded", "classic", "latency"
+ROUND_ROBIN, CLASSIC, LATENCY = "round-robin", "classic", "latency"
 NUM_WORKERS, BLOCK_SIZE, NUM_BLOCKS = 8, 64, 16_384
 _LONGEST_CONTEXT = 262_144
 _TRACE = "mooncake-conversation"
 
-_AGENTS = Recipe(
-    system_prompts=8,
-    system=Lognormal(median=4096, sigma=0.3, max=8192),
-    turns=8.0,
-    question=Lognormal(median=3072, sigma=0.8, max=16_384),
-    answer=Lognormal(median=64, sigma=0.6, max=512),
-    think_s=1.0,
-    token_s=0.02,
-    max_context=65_536,
-    block_size=BLOCK_SIZE,
-)
-
 
 class Point(msgspec.Struct, frozen=True):
-    """All that decides a run."""
+    """Everything that determines a run."""
 
-    workload: str
     router: str
     weight: float
     """Weight of tokens to compute, for `classic` (default 1, as in Dynamo); 0 for the other routers."""
@@ -68,10 +43,6 @@ class Point(msgspec.Struct, frozen=True):
     """0: all of the trace."""
     num_warm: int
     """The first so many are not measured."""
-
-    @property
-    def key(self) -> str:
-        return " ".join(map(str, msgspec.structs.astuple(self)))
 
     @property
     def name(self) -> str:
@@ -87,23 +58,29 @@ class Figures(msgspec.Struct, frozen=True):
     """Mean over answers of the mean time between two tokens."""
     e2e_mean_ms: float
     e2e_p99_ms: float
-    requests_per_s: float
-    """Time from the first arrival to the last end."""
-    tokens_per_s: float
-    """Tokens per second of answers, over the same time."""
     hit_rate: float
     """Prompt tokens that were found in a cache, of all prompt tokens."""
-    num_failed: int
-    offered_per_s: float
-    """Requests, from the first arrival to the last."""
-    followed: float
-    """Duration of arrivals over the duration to the last first token. Far below 1 under overload."""
+    tokens_per_s: float = 0.0
+    """Tokens of answers, from the first arrival to the last end."""
+    num_failed: int = 0
+    followed: float = 1.0
+    """Time from the first arrival to the last, over: to the last first token. Far below 1 above the capacity."""
+
+
+LATENCIES = (
+    Figure("TTFT mean ms", "figures.ttft_mean_ms", ",.0f", interval),
+    Figure("TTFT p99 ms", "figures.ttft_p99_ms", ",.0f", interval),
+    Figure("ITL mean ms", "figures.itl_mean_ms", ",.2f", interval),
+    Figure("E2E mean ms", "figures.e2e_mean_ms", ",.0f", interval),
+    Figure("E2E p99 ms", "figures.e2e_p99_ms", ",.0f", interval),
+)
+TOKENS = Figure("tokens/s", "figures.tokens_per_s", ",.0f", interval)
+HITS = Figure("hit rate %", lambda row: 100 * row.figures.hit_rate, ".1f", interval)
 
 
 class Row(msgspec.Struct, frozen=True):
     point: Point
     figures: Figures
-    wall_s: float
 
 
 num_own_requests = 12_000
@@ -112,7 +89,7 @@ num_own_requests = 12_000
 
 @lru_cache(maxsize=1)
 def mooncake() -> tuple[TraceRecord, ...] | None:
-    """Trace from the folder that KVOLT_TRACES names; None if it is not set."""
+    """From the folder that KVOLT_TRACES names; None without."""
     folder = os.environ.get("KVOLT_TRACES")
     paths = [each.path for each in find_public(folder) if each.trace.name == _TRACE] if folder else []
     return tuple(read_trace(Path(paths[0]))) if paths and paths[0] is not None else None
@@ -130,11 +107,6 @@ def base_rate() -> float:
 
 
 def records_of(point: Point) -> list[TraceRecord]:
-    if point.workload == AGENTS:
-        recipe = msgspec.structs.replace(
-            _AGENTS, requests=point.num_requests, seed=point.seed, rate_per_s=point.rate_per_s
-        )
-        return list(make_trace(recipe))
     records = base_trace()
     num = min(point.num_requests or len(records), len(records))
     start = random.Random(f"{point.seed}/stretch").randrange(len(records) - num + 1)
@@ -142,25 +114,7 @@ def records_of(point: Point) -> list[TraceRecord]:
     return list(scale_time(stretch, point.rate_per_s / base_rate()) if point.rate_per_s else stretch)
 
 
-def seen_before(point: Point) -> float:
-    """Hit rate of a single unbounded cache over the measured requests: an upper bound for routers."""
-    records = records_of(point)
-    warm, whole = (_seen(records[:num]) for num in (point.num_warm, len(records)))
-    return (whole[0] - warm[0]) / (whole[1] - warm[1])
-
-
-def _seen(records: Sequence[TraceRecord]) -> tuple[float, int]:
-    """Prompt tokens that came again, and all."""
-    meter = ReuseMeter()
-    for record in records:
-        meter.add(record)
-    num_tokens = sum(record.input_length for record in records)
-    reuse = meter.result()
-    return (0.0 if reuse is None else reuse.token_hit_rate * num_tokens), num_tokens
-
-
 def solve(point: Point) -> Row:
-    started = time.perf_counter()
     settings = TwinSettings(
         num_workers=NUM_WORKERS,
         router=point.router,
@@ -173,40 +127,36 @@ def solve(point: Point) -> Row:
         ),
         seed=point.seed,
     )
-    samples: list[Sample] = []
-    TwinRun(settings, new_tally(settings)).run(records_of(point), samples.append)
-    figures = figures_of([each for each in samples if each.number >= point.num_warm])
-    return Row(point, figures, time.perf_counter() - started)
+    samples = samples_of(settings, records_of(point))
+    return Row(point, figures_of([each for each in samples if each.number >= point.num_warm]))
 
 
 def figures_of(samples: Sequence[Sample]) -> Figures:
-    whole = [each for each in samples if each.error is None and each.first_s is not None]
-    waits_ms = [1e3 * (each.first_s - each.due_s) for each in whole if each.first_s is not None]
-    whole_ms = [1e3 * (each.end_s - each.due_s) for each in whole]
+    complete = [each for each in samples if each.error is None and each.first_s is not None]
+    ttft_ms = [1e3 * (each.first_s - each.due_s) for each in complete if each.first_s is not None]
+    e2e_ms = [1e3 * (each.end_s - each.due_s) for each in complete]
     first_s, last_s = min(each.due_s for each in samples), max(each.due_s for each in samples)
     took_s = max(each.end_s for each in samples) - first_s
     return Figures(
-        ttft_mean_ms=float(np.mean(waits_ms)),
-        ttft_p99_ms=float(np.percentile(waits_ms, 99)),
-        itl_mean_ms=float(np.mean([1e3 * each.tpot_s for each in whole if each.tpot_s is not None])),
-        e2e_mean_ms=float(np.mean(whole_ms)),
-        e2e_p99_ms=float(np.percentile(whole_ms, 99)),
-        requests_per_s=len(whole) / took_s,
-        tokens_per_s=sum(each.output_tokens for each in whole) / took_s,
-        hit_rate=sum(each.cached_tokens or 0 for each in whole) / sum(each.input_tokens for each in whole),
-        num_failed=len(samples) - len(whole),
-        offered_per_s=len(samples) / (last_s - first_s),
-        followed=(last_s - first_s) / (max(each.first_s or 0.0 for each in whole) - first_s),
+        ttft_mean_ms=float(np.mean(ttft_ms)),
+        ttft_p99_ms=float(np.percentile(ttft_ms, 99)),
+        itl_mean_ms=float(np.mean([1e3 * each.tpot_s for each in complete if each.tpot_s is not None])),
+        e2e_mean_ms=float(np.mean(e2e_ms)),
+        e2e_p99_ms=float(np.percentile(e2e_ms, 99)),
+        hit_rate=sum(each.cached_tokens or 0 for each in complete)
+        / sum(each.input_tokens for each in complete),
+        tokens_per_s=sum(each.output_tokens for each in complete) / took_s,
+        num_failed=len(samples) - len(complete),
+        followed=(last_s - first_s) / (max(each.first_s or 0.0 for each in complete) - first_s),
     )
 
 
-# --- saturation of round-robin
+# --- capacity of round-robin
 
 
 class Search(msgspec.Struct, frozen=True):
-    """Search for the highest rate that round-robin sustains."""
+    """For the highest rate that round-robin keeps up with."""
 
-    workload: str
     num_requests: int
     low_per_s: float
     high_per_s: float
@@ -218,21 +168,16 @@ class Search(msgspec.Struct, frozen=True):
 class Found(msgspec.Struct, frozen=True):
     """Result of a search: the rate, and the runs of the search."""
 
-    search: Search
     rate_per_s: float
     tried: tuple[tuple[float, float], ...]
     """Rate and the share of it that was served, in the order in which they were tried."""
-
-    @property
-    def key(self) -> str:
-        return str(msgspec.structs.astuple(self.search))
 
 
 def saturation(search: Search) -> Found:
     tried: list[tuple[float, float]] = []
 
     def follows(rate: float) -> bool:
-        point = Point(search.workload, ROUND_ROBIN, 0.0, 0, rate, search.num_requests, 0)
+        point = Point(ROUND_ROBIN, 0.0, 0, rate, search.num_requests, 0)
         tried.append((rate, solve(point).figures.followed))
         return tried[-1][1] >= search.followed
 
@@ -247,4 +192,4 @@ def saturation(search: Search) -> Found:
     while high > low * (1 + search.precision):
         middle = (low * high) ** 0.5
         low, high = (middle, high) if follows(middle) else (low, middle)
-    return Found(search, low, tuple(tried))
+    return Found(low, tuple(tried))

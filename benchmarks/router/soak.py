@@ -19,9 +19,9 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 import psutil
-from benchmarks.harness import Figure, goal, in_processes, row_table, run, say
+from benchmarks.harness import Figure, goal, row_table, run, say
 from benchmarks.harness import report as write_report
-from benchmarks.router.kept_rows import KeptRows, parse_study, study_parser
+from benchmarks.studies import KeptRows, parse_study, study_parser
 
 from kvolt.bench.load.sample import Sample
 from kvolt.bench.traces import Recipe, make_trace
@@ -235,12 +235,7 @@ def main() -> None:
         faults = Faults(event_loss=0.01, router_restart_s=600.0, churn_s=60.0)
         wanted = plans(options.minutes, 100.0, 32, faults)
     kept = KeptRows(options.folder, "soak", Soaked)
-    left = [plan for plan in wanted if kept.get(str(plan)) is None]
-    for soaked in in_processes(solve, left, min(options.processes, 2)):
-        kept.add(str(soaked.plan), soaked)
-    calm, troubled = (kept.get(str(plan)) for plan in wanted)
-    assert calm is not None
-    assert troubled is not None
+    calm, troubled = kept.solve(solve, wanted, options.processes)
     write_report(options, report(calm, troubled), {"runs": [calm, troubled]})
     kept.remove()
 

@@ -8,13 +8,10 @@ from pathlib import Path
 import pytest
 from benchmarks.harness import in_processes, interval
 from benchmarks.router import gains, gains_report, gains_runs
-from benchmarks.router.gains_report import PeerFigures, PeerRow
+from benchmarks.router.gains_report import PeerRow
 from benchmarks.router.gains_runs import (
-    AGENTS,
     CLASSIC,
     LATENCY,
-    LEAST_LOADED,
-    MOONCAKE,
     ROUND_ROBIN,
     Figures,
     Found,
@@ -23,10 +20,9 @@ from benchmarks.router.gains_runs import (
     Search,
     records_of,
     saturation,
-    seen_before,
     solve,
 )
-from benchmarks.router.kept_rows import KeptRows
+from benchmarks.studies import KeptRows
 
 
 @pytest.fixture(autouse=True)
@@ -35,37 +31,30 @@ def _own_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gains_runs, "num_own_requests", gains_runs.num_own_requests)  # `--smoke` sets another
 
 
-def point(workload: str = MOONCAKE, router: str = ROUND_ROBIN, **more: float) -> Point:
+def point(router: str = ROUND_ROBIN, **more: float) -> Point:
     given = {"weight": 0.0, "seed": 1, "rate_per_s": 10.0, "num_requests": 40, "num_warm": 10, **more}
-    return Point(workload, router, **given)  # type: ignore[arg-type]
+    return Point(router, **given)  # type: ignore[arg-type]
 
 
-def test_a_seed_is_a_stretch_of_the_trace_or_all_of_the_agents() -> None:
-    for workload in (MOONCAKE, AGENTS):
-        one, same, other = (records_of(point(workload, seed=seed)) for seed in (1, 1, 2))
-        assert one == same
-        assert [each.hash_ids for each in one] != [each.hash_ids for each in other]
-        assert len(one) == len(other) == 40
+def test_a_seed_is_a_stretch_of_the_trace() -> None:
+    one, same, other = (records_of(point(seed=seed)) for seed in (1, 1, 2))
+    assert one == same
+    assert [each.hash_ids for each in one] != [each.hash_ids for each in other]
+    assert len(one) == len(other) == 40
     assert one[0].timestamp == 0.0
 
 
 def test_a_rate_is_a_rate() -> None:
-    for workload in (MOONCAKE, AGENTS):
-        records = records_of(point(workload, num_requests=2000, rate_per_s=20.0))
-        assert 2e6 / records[-1].timestamp == pytest.approx(20.0, rel=0.25)
-
-
-def test_only_what_is_measured_counts_as_seen_before() -> None:
-    assert 0.5 < seen_before(point(AGENTS, num_requests=200, num_warm=100)) < 1.0
+    records = records_of(point(num_requests=2000, rate_per_s=20.0))
+    assert 2e6 / records[-1].timestamp == pytest.approx(20.0, rel=0.25)
 
 
 def test_a_point_has_figures_and_they_follow_from_it() -> None:
-    asked = point(AGENTS, LATENCY, rate_per_s=20.0)
-    first, second = solve(asked), solve(asked)
-    assert first.figures == second.figures
+    first, second = (solve(point(LATENCY, rate_per_s=20.0)) for _ in range(2))
+    assert first == second
     assert first.figures.num_failed == 0
     assert first.figures.ttft_p99_ms >= first.figures.ttft_mean_ms > 0
-    assert first.figures.hit_rate > solve(point(AGENTS, rate_per_s=20.0)).figures.hit_rate
+    assert first.figures.hit_rate >= solve(point(rate_per_s=20.0)).figures.hit_rate
     assert 0.5 < first.figures.followed <= 1.0
 
 
@@ -79,15 +68,14 @@ def test_the_search_ends_where_it_stops_following(
         return row(asked.router, followed=1.0 if asked.rate_per_s <= limit else 0.5)
 
     monkeypatch.setattr(gains_runs, "solve", solved)
-    found = saturation(Search(MOONCAKE, 100, low, high))
+    found = saturation(Search(100, low, high))
     assert found.rate_per_s <= limit < found.rate_per_s * 1.031
     assert {share for rate, share in found.tried if rate <= limit} == {1.0}
 
 
 def test_work_in_processes_comes_back() -> None:
     asked = [point(seed=seed, num_requests=4, num_warm=0) for seed in (1, 2)]
-    done = list(in_processes(seen_before, asked, 2))
-    assert sorted(done) == sorted(map(seen_before, asked))
+    assert dict(in_processes(records_of, asked, 2)) == {each: records_of(each) for each in asked}
 
 
 # --- rows that are kept
@@ -101,11 +89,18 @@ def test_rows_are_kept_until_the_sources_change(tmp_path: Path, monkeypatch: pyt
     path.write_bytes(path.read_bytes()[:-10])  # the last line is torn
     again = KeptRows(tmp_path, "rows", Row)
     assert (len(again), again.get("a"), again.get("b")) == (1, row(LATENCY), None)
-    monkeypatch.setattr("benchmarks.router.kept_rows.sources_digest", lambda: "others")
+    monkeypatch.setattr("benchmarks.studies.sources_digest", lambda: "others")
     changed = KeptRows(tmp_path, "rows", Row)
     assert changed.get("a") is None
     changed.remove()
     assert not path.exists()
+
+
+def test_kept_rows_are_not_computed_again() -> None:
+    kept = KeptRows(None, "rows", Row)
+    jobs = [point(seed=seed) for seed in (1, 2)]
+    kept.add(str(jobs[1]), row(LATENCY))
+    assert kept.solve(lambda job: row(CLASSIC, job.seed), jobs, 1) == [row(CLASSIC, 1), row(LATENCY)]
 
 
 def test_intervals_are_student_s() -> None:
@@ -122,10 +117,9 @@ def test_intervals_are_student_s() -> None:
 def row(
     router: str, seed: int = 0, ttft_ms: float = 100.0, weight: float = 0.0, followed: float = 1.0
 ) -> Row:
-    asked = point(router=router, seed=seed, rate_per_s=9.0, weight=weight)
-    return Row(
-        asked, Figures(ttft_ms, 5 * ttft_ms, 8.0, 900.0, 4000.0, 9.0, 900.0, 0.25, 0, 9.0, followed), 1.0
-    )
+    asked = point(router, seed=seed, rate_per_s=9.0, weight=weight)
+    figures = Figures(ttft_ms, 5 * ttft_ms, 8.0, 900.0, 4000.0, 0.25, 900.0, 0, followed)
+    return Row(asked, figures)
 
 
 def told(**ttft_ms: float) -> str:
@@ -147,9 +141,7 @@ def told(**ttft_ms: float) -> str:
         }.items()
         for seed in range(3)
     ]
-    rows += [row(LEAST_LOADED, seed, 400.0) for seed in range(3)]
-    found = {MOONCAKE: Found(Search(MOONCAKE, 9, 1.0, 2.0), 10.0, ())}
-    return gains_report.loads_text(found, rows, {MOONCAKE: [0.3, 0.4, 0.5]})
+    return gains_report.loads_text(Found(10.0, ()), rows)
 
 
 def missed(text: str) -> list[str]:
@@ -166,19 +158,12 @@ def test_latency_is_held_against_the_best_weight() -> None:
     assert missed(told(latency=102.0)) == []
 
 
-def test_the_gain_over_round_robin_is_said_where_it_is_not_there() -> None:
-    (line,) = missed(told(rr=290.0))
-    assert line.startswith("90%, 9.0/s: 3 times less TTFT than round-robin")
-    assert "mean: 2.88 " in line
-    assert "a single endless cache would find 40.0 ± 24.8 %" in told()
-
-
 def test_the_peer_is_held_against_on_both_figures_and_missing_rows_are_said() -> None:
     peers = [
-        PeerRow("Dynamo, KV router", 1.0, PeerFigures(284.0, 1711.0, 8.0, 2700.0, 8800.0, 0.2)),
-        PeerRow("kvolt, latency", 1.0, PeerFigures(250.0, 1720.0, 8.0, 2600.0, 8700.0, 0.25)),
+        PeerRow("Dynamo, KV router", 1.0, Figures(284.0, 1711.0, 8.0, 2700.0, 8800.0, 0.2)),
+        PeerRow("kvolt, latency", 1.0, Figures(250.0, 1720.0, 8.0, 2600.0, 8700.0, 0.25)),
         PeerRow("Dynamo, KV router", 4.0, None, "it did not start"),
-        PeerRow("kvolt, latency", 4.0, PeerFigures(250.0, 1600.0, 8.0, 2600.0, 8700.0, 0.25)),
+        PeerRow("kvolt, latency", 4.0, Figures(250.0, 1600.0, 8.0, 2600.0, 8700.0, 0.25)),
     ]
     text = gains_report.peer_text(peers)
     (line,) = missed(text)

@@ -1,4 +1,4 @@
-"""Rows of a long study on disk, so that a stopped study continues.
+"""Long studies in the twin: command line, rows on disk, so that a stopped study continues, and single runs.
 
 A row is valid for the sources of kvolt that produced it; after a change of the sources it is measured again.
 """
@@ -8,14 +8,21 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
 import msgspec
-from benchmarks.harness import ROOT, parser_for
+from benchmarks.harness import ROOT, in_processes, parser_for, say
+
+from kvolt.bench.load.sample import Sample
+from kvolt.core.trace import TraceRecord
+from kvolt.twin.cluster import TwinSettings
+from kvolt.twin.replay import new_tally, run_twin
 
 _SOURCES = ROOT / "src" / "kvolt"
 
+Job = TypeVar("Job", bound=msgspec.Struct)
 Row = TypeVar("Row", bound=msgspec.Struct)
 
 
@@ -34,6 +41,13 @@ def parse_study(parser: argparse.ArgumentParser) -> argparse.Namespace:
         options.processes, options.folder = 1, None
         os.environ.pop("KVOLT_TRACES", None)  # a public trace takes seconds to read
     return options
+
+
+def samples_of(settings: TwinSettings, records: Iterable[TraceRecord]) -> list[Sample]:
+    """Samples of one run of the twin."""
+    samples: list[Sample] = []
+    run_twin(settings, records, new_tally(settings), samples.append)
+    return samples
 
 
 def sources_digest() -> str:
@@ -77,6 +91,14 @@ class KeptRows(Generic[Row]):
         if self._path is not None:
             with self._path.open("ab") as file:
                 file.write(self._line(key, row))
+
+    def solve(self, work: Callable[[Job], Row], jobs: Sequence[Job], num_processes: int) -> list[Row]:
+        """A row for each job, in order; those that are kept are not computed again."""
+        left = [job for job in jobs if str(job) not in self._rows]
+        for number, (job, row) in enumerate(in_processes(work, left, num_processes), 1):
+            self.add(str(job), row)
+            say(f"{number}/{len(left)}  {job}")
+        return [self._rows[str(job)] for job in jobs]
 
     def remove(self) -> None:
         """Remove the file: the results of the study are written."""
