@@ -1,4 +1,4 @@
-"""Measurements of an edge in one round: requests in two forms, streamed tokens in three.
+"""Measurements of an edge in one round: requests in two forms, streamed tokens in two ways.
 
 Requests: 200-word prompts, all different, one token each, streamed; every connection sends its next request when the
 answer is complete. Once with prompts of few distinct words, once with prompts of real text: see `prompts`.
@@ -7,10 +7,8 @@ Paced tokens: every connection has one open stream, and the mock sends each of t
 determines the tokens per second of all connections together. Measured while all streams are running: the result is CPU
 over tokens, without requests.
 
-- light, 12,500 tokens/s: an edge finishes a step before the next one, so that each event has a write of its own, on
-  both sides.
-- busy, 50,000 tokens/s: about the maximum of Dynamo on two cores shared with mock and client. It lags and writes
-  several events at once, which makes each of them cheaper.
+At 12,500 tokens/s an edge finishes a step before the next one, so that each event has a write of its own, on both
+sides.
 
 Tokens flat out: answers of 512 tokens from a mock without delay. Both edges lag all the time and coalesce their writes.
 The number of events per write depends on the speed of the edge, so compare events per read: the more, the cheaper. The
@@ -22,38 +20,20 @@ On a machine whose cores are all busy the client reads late and gets several wri
 
 from __future__ import annotations
 
-import random
-import re
-import statistics
 import time
-from collections.abc import Sequence
-from itertools import pairwise
 
 import msgspec
 import uvloop
-from benchmarks.frontend.client import (
-    WAIT_S,
-    Connection,
-    Load,
-    Measured,
-    Shape,
-    closed_load,
-    shape_of_stream,
-    steady_load,
-)
+from benchmarks.frontend.client import Measured, Shape, closed_load, shape_of_stream, steady_load
 from benchmarks.frontend.edges import Edge
 from benchmarks.frontend.prompts import Writer, few_words, passage, prompt_requests
 from benchmarks.harness import BrokenRun
 
 _LIGHT_TOKENS_PER_S = 12_500.0
-_BUSY_TOKENS_PER_S = 50_000.0
 FLAT_TOKENS = 512
 _AFTER_ABORT_S = 1.0
 _SHARE = 0.5
 """Duration of the other loads as a share of that of requests: there are far more tokens than requests."""
-_DELAY_TOKENS = 32
-_CONTENT = re.compile(rb'"content": *"[^"]')
-_MAX_UNDER_WAY = 64
 _MIN_EVENTS_PER_TOKEN = 0.98
 """A token that is part of a character has no text, hence no event; the peer's mock sends some."""
 
@@ -62,16 +42,11 @@ def light_step_s(num_connections: int) -> float:
     return num_connections / _LIGHT_TOKENS_PER_S
 
 
-def busy_step_s(num_connections: int) -> float:
-    return num_connections / _BUSY_TOKENS_PER_S
-
-
 class Edges(msgspec.Struct, frozen=True):
     """One system, once for each kind of mock: alike but for the time that a step takes."""
 
     flat: Edge
     light: Edge
-    busy: Edge
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -85,7 +60,6 @@ class Row(msgspec.Struct, frozen=True):
     text: Measured
     """Requests whose prompts are text; all other loads have prompts of few words."""
     light: Measured
-    busy: Measured
     flat: Measured
     rss_bytes: int
     """Resident set of the edge after the requests and the tokens flat out."""
@@ -94,22 +68,6 @@ class Row(msgspec.Struct, frozen=True):
     def flat_events_per_token(self) -> float:
         num_content = self.flat.events - self.flat.responses * self.shape.other_events
         return num_content / (self.flat.responses * FLAT_TOKENS)
-
-
-class DelayRow(msgspec.Struct, frozen=True):
-    """Milliseconds that a client waits at a low rate, in one round."""
-
-    round: int
-    system: str
-    step_ms: float
-    """Step time of the mock; 0: no delay."""
-    requests: int
-    first_p50_ms: float
-    """Time from a request to its first token."""
-    first_p99_ms: float
-    gap_p50_ms: float
-    """Between a stream's tokens."""
-    gap_p99_ms: float
 
 
 class Bench:
@@ -136,35 +94,27 @@ class Bench:
         self._answers_per_s = flat.responses / flat.wall_s * 128 / FLAT_TOKENS
         self._shape = shape_of_stream(self._edges.flat)
         self._check(self._shape.events_per_token)
-        for edge in (self._edges.light, self._edges.busy):
-            self._closed(1, 4, edge=edge)
+        self._closed(1, 4, edge=self._edges.light)
 
     def round(self, number: int) -> Row:
         requests = self._closed(1, self._share(self._requests_per_s * self._seconds))
         self._requests_per_s = requests.responses / requests.wall_s
         text = self._closed(1, self._share(self._requests_per_s * self._seconds * _SHARE), passage)
-        light, busy = self._steady(self._edges.light), self._steady(self._edges.busy)
+        light = self._steady()
         flat = self._closed(FLAT_TOKENS, self._share(self._answers_per_s * self._seconds * _SHARE))
         self._answers_per_s = flat.responses / flat.wall_s
         rss_bytes = self._edges.flat.meter.rss_bytes()
-        loads = (requests, text, light, busy, flat)
+        loads = (requests, text, light, flat)
         row = Row(number, self.name, self._num_connections, self._shape, *loads, rss_bytes)
         self._check(row.flat_events_per_token)
         return row
 
-    def delays(self, number: int, rate_per_s: float, seconds: float) -> list[DelayRow]:
-        """Measure delays with a mock without delay, and with the light load."""
-        count = max(round(rate_per_s * seconds), 10)
-        return [
-            uvloop.run(_delays(edge, self._requests(edge, count, _DELAY_TOKENS), rate_per_s, number))
-            for edge in (self._edges.flat, self._edges.light)
-        ]
-
-    def _steady(self, edge: Edge) -> Measured:
+    def _steady(self) -> Measured:
+        edge = self._edges.light
         assert edge.step_s is not None
         seconds = self._seconds * _SHARE
         num_tokens = int((seconds + self._lead_s) * 1.5 / edge.step_s)
-        requests = self._requests(edge, self._num_connections, num_tokens)
+        requests = prompt_requests(self._num_connections, num_tokens, self._next_seed())
         done = uvloop.run(steady_load(edge, requests, seconds))
         time.sleep(_AFTER_ABORT_S)
         return done
@@ -172,20 +122,17 @@ class Bench:
     def _closed(
         self, max_tokens: int, per_connection: int, write: Writer = few_words, edge: Edge | None = None
     ) -> Measured:
-        edge = edge or self._edges.flat
         requests = [
-            self._requests(edge, per_connection, max_tokens, write) for _ in range(self._num_connections)
+            prompt_requests(per_connection, max_tokens, self._next_seed(), write)
+            for _ in range(self._num_connections)
         ]
-        return uvloop.run(closed_load(edge, requests))
-
-    def _requests(self, edge: Edge, count: int, max_tokens: int, write: Writer = few_words) -> list[bytes]:
-        return prompt_requests(count, max_tokens, self._next_seed(), write, edge.head)
+        return uvloop.run(closed_load(edge or self._edges.flat, requests))
 
     def _share(self, num_requests: float) -> int:
         return max(round(num_requests / self._num_connections), 1)
 
     def _next_seed(self) -> int:
-        """Prompts of a load are new to the edge; all systems of a run receive the same sequence of prompts."""
+        """Prompts of a load are new to the edge; the systems of a run are given the same, as far as they get."""
         self._seed += 1
         return self._seed
 
@@ -194,60 +141,3 @@ class Bench:
             raise BrokenRun(
                 f"{self.name}: {events_per_token:.3f} events per token: no figures for single tokens"
             )
-
-
-# --- delays at a low rate
-
-
-async def _delays(edge: Edge, requests: Sequence[bytes], rate_per_s: float, number: int) -> DelayRow:
-    """Requests at random times, on connections that are open already."""
-    rng = random.Random(number)
-    first_ms: list[float] = []
-    gaps_ms: list[float] = []
-    async with Load(edge, _MAX_UNDER_WAY) as load:
-        free = list(load.connections)
-
-        def ask(connection: Connection, request: bytes) -> None:
-            reads: list[tuple[float, bytes]] = []
-
-            def end(ended: Connection) -> None:
-                times = _token_times(reads)
-                first_ms.append((times[0] - sent_at) * 1e3)
-                gaps_ms.extend((after - before) * 1e3 for before, after in pairwise(times))
-                free.append(ended)
-
-            connection.on_read = lambda data: reads.append((time.perf_counter(), data))
-            connection.on_end = end
-            sent_at = time.perf_counter()
-            connection.ask(request)
-
-        due = time.perf_counter()
-        for request in requests:
-            due += rng.expovariate(rate_per_s)
-            await load.sleep(max(due - time.perf_counter(), 0.0))
-            if not free:
-                raise BrokenRun(
-                    f"{edge.name} has {_MAX_UNDER_WAY} answers under way: the rate is not low for it"
-                )
-            ask(free.pop(), request)
-        deadline = time.monotonic() + WAIT_S
-        while len(free) < _MAX_UNDER_WAY:
-            await load.sleep(0.02)
-            if time.monotonic() > deadline:
-                raise BrokenRun(f"{edge.name}: answers did not end within {WAIT_S:.0f} s")
-    cuts = [statistics.quantiles(values, n=100, method="inclusive") for values in (first_ms, gaps_ms)]
-    percentiles = [cut[at] for cut in cuts for at in (49, 98)]
-    return DelayRow(number, edge.name, (edge.step_s or 0.0) * 1e3, len(first_ms), *percentiles)
-
-
-def _token_times(reads: Sequence[tuple[float, bytes]]) -> list[float]:
-    """When each event that has text in it had been read."""
-    body = b"".join(data for _, data in reads)
-    times, end, rest = [], 0, iter(reads)
-    at_s = 0.0
-    for match in _CONTENT.finditer(body):
-        while end < match.end():
-            at_s, data = next(rest)
-            end += len(data)
-        times.append(at_s)
-    return times
