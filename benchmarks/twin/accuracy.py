@@ -1,12 +1,12 @@
-"""Accuracy of the twin: fitted on one workload, compared with real runs of another.
+"""How near the twin is to reality: fitted on one workload, judged on another.
 
-    python -m benchmarks.twin.accuracy             about 20 minutes; writes to benchmarks/twin/results
+    python -m benchmarks.twin.accuracy             about 20 minutes; kept in benchmarks/twin/results
 
-Run from the repository's root on an idle machine. In each of five rounds two servers with the native engine
-(SmolLM2-135M on the CPU) run at the same time: one serves the fit workload and writes its step log, the other serves
-the judged trace. They alternate every ten seconds (see `bursts`). `kvolt fit` makes a preset from the logs. The sim
-engine with this preset then serves the judged trace five times in real time. `kvolt twin`, with the same trace, preset
-and arguments, is compared with both. Every run uses the command line: real processes, sockets and time, an empty cache.
+Run from the repository's root, on a machine that does nothing else. Five rounds: two servers with the native engine
+(SmolLM2-135M on the CPU) are there at once. One serves the fit workload and writes its step log, the other the judged
+trace, in turns of ten seconds (see `bursts`). `kvolt fit` makes a preset of the logs. The sim engine with this preset
+then serves the judged trace in real time, five times. Beside each of the two stands `kvolt twin` with the same trace,
+preset and arguments. Every run is that of a user at the command line: real processes, sockets and time, a fresh cache.
 """
 
 from __future__ import annotations
@@ -19,19 +19,15 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
 from benchmarks.harness import ROOT, BrokenRun, parser_for, report, run, say, table
 from benchmarks.meters import NoiseMeter, Notes
 from benchmarks.processes import System, arg_flags, output_of, served, small_model
-from benchmarks.twin.accuracy_judge import HEAD, Line, Verdict, judge, row_of
+from benchmarks.twin.accuracy_judge import HEAD, MISSED, Line, judge
 from benchmarks.twin.bursts import as_one, bursts_of
 
-from kvolt.bench.load.report import BenchReport, decode_report
+from kvolt.bench.load.report import Report, decode_report
 from kvolt.bench.traces import limit, read_trace, write_trace
-from kvolt.core.load import decode_step_log
 from kvolt.core.trace import TraceRecord
-from kvolt.latency.fit import errors_of
-from kvolt.latency.presets import PresetFile
 
 FOLDER = Path("benchmarks") / "twin" / "traces"
 ENGINE: dict[str, str | int] = {
@@ -40,19 +36,20 @@ ENGINE: dict[str, str | int] = {
     "max_num_seqs": 64,
     "max_batch_tokens": 2048,
 }
-"""Settings of the native engine, the sim engine and the twin. All except `kv_blocks` are the native engine's defaults.
-The blocks are too few for the judged trace, so that the hit rate depends on eviction."""
+"""Of the native engine, the sim engine and the twin alike; all but `kv_blocks` are what the first has by default. So
+few blocks do not hold the judged trace: what is found in the cache then depends on what was thrown out of it."""
 NATIVE: dict[str, str | int] = {"device": "cpu", "threads": 1}
-"""Further settings of the native engine. One thread: frontend and load generator run on the same cores, where threads
-that wait for each other cost more time than they save, and a varying amount."""
+"""Besides. One thread: frontend and generator run on the same cores, and threads that wait for each other there cost
+more than they save, and not evenly."""
 ANSWERS = (260, 284, 327, 338, 346, 351, 359, 416, 429, 436, 441, 451, 457, 469, 480, 502, 511, 523, 527)
-"""Words of SmolLM2's vocabulary, to which its answers are limited: " the", " and", " for" ... A token that is part of a
-character is sent with the next token only, so its gap is not measured; the twin has no text and measures all gaps."""
+"""Words of SmolLM2's vocabulary, of which its answers are made here: " the", " and", " for" ... Of a token that is part
+of a character nothing can be sent until the next one comes: the gaps would be between every other token, and those of
+the twin, which knows no text, between all."""
 SIM_WORKERS = 2
 _NAME = "accuracy-cpu-smollm2-135m"
 _NOISE_CORES = 0.15
 _WARM_UP = ("--rate", "4", "--requests", "4", "--input", "40", "--output", "4", "--seed", "90")
-"""Requests before the trace, without a common prefix, so that no figure includes the loading of a first request."""
+"""Before the trace: what a first request loads is no part of any figure. Its prompts share nothing with the trace's."""
 
 
 class Plan(NamedTuple):
@@ -63,26 +60,26 @@ class Plan(NamedTuple):
 
 
 class Load(NamedTuple):
-    """A trace and its replay speed."""
+    """A trace, and how fast it is played."""
 
     trace: str
     speed: float = 1.0
 
 
 class Run(NamedTuple):
-    """A complete real run."""
+    """A real run that is whole."""
 
-    report: BenchReport
+    report: Report
     notes: Notes
 
 
 class Case(NamedTuple):
-    """The twin and one kind of real runs to compare it with."""
+    """The twin beside one kind of real runs."""
 
     title: str
     command: str
     lines: list[Line]
-    twin: BenchReport
+    twin: Report
     runs: list[Run]
 
 
@@ -98,7 +95,7 @@ def main() -> int:
         _merge_logs(sorted(work.glob("fit-*.jsonl")), merged)
         command = ["kvolt", "fit", str(merged), "--name", _NAME, "--out", str(preset)]
         fitted = output_of(command, 120.0).decode()
-        fast = Load(_trace("judged"), float(SIM_WORKERS))  # the same number of requests for each worker
+        fast = Load(_trace("judged"), float(SIM_WORKERS))  # as many requests for each worker
         sim = System(model="sim-tiny", workers=SIM_WORKERS, arguments={**ENGINE, "preset": str(preset)})
         sims = [_real_runs(plan, work, {f"sim {number}": (sim, fast)})[0] for number in range(plan.rounds)]
         title = f"sim engine in real time, {SIM_WORKERS} workers, {SIM_WORKERS} x as fast"
@@ -107,8 +104,7 @@ def main() -> int:
             _case("native engine on the CPU, 1 worker", plan, preset, 1, one, native, options.smoke),
             _case(title, plan, preset, SIM_WORKERS, fast, sims, options.smoke),
         ]
-        steps = _judged_steps(sorted(work.glob("native-*.jsonl")), preset)
-    text = "\n\n".join([*map(_case_text, cases), steps, _noise([*fits, *native, *sims]), fitted.rstrip()])
+    text = "\n\n".join([*map(_case_text, cases), _noise([*fits, *native, *sims]), fitted.rstrip()])
     rows = [
         {
             "title": case.title,
@@ -120,7 +116,7 @@ def main() -> int:
         for case in cases
     ]
     report(options, text, {"plan": plan._asdict(), "cases": rows})
-    is_met = all(line.verdict is not Verdict.MISSED for case in cases for line in case.lines)
+    is_met = all(line.verdict != MISSED for case in cases for line in case.lines)
     return 0 if is_met or options.smoke else 1
 
 
@@ -132,7 +128,7 @@ def _trace(name: str) -> str:
 
 
 def _native_runs(plan: Plan, work: Path, model: str) -> tuple[list[Run], list[Run]]:
-    """Run the fit workload and the judged trace in alternation; each writes its step log to the work folder."""
+    """Of the fit workload and, in turns with it, of the judged trace; each writes its step log to the work folder."""
     rounds = []
     for number in range(plan.rounds):
         jobs = {}
@@ -148,17 +144,15 @@ def _native_runs(plan: Plan, work: Path, model: str) -> tuple[list[Run], list[Ru
 def _real_runs(
     plan: Plan, work: Path, jobs: Mapping[str, tuple[System, Load]], answers: Sequence[int] = ()
 ) -> list[Run]:
-    """Serve, warm up and load; raises BrokenRun if any of it fails.
-
-    Several jobs, each with its own server, alternate burst by burst; the other servers are idle during a burst.
-    `answers`: token ids to which answers are limited."""
+    """Serve, warm up, load; BrokenRun if anything of it fails. Several jobs, each with a server of its own, take turns
+    burst by burst; the other servers are idle during a burst. `answers`: token ids that answers are limited to."""
     flags = ("--set", f"allowed_token_ids={list(answers)}") if answers else ()
     with ExitStack() as stack:
         urls = [stack.enter_context(served(system)) for system, _ in jobs.values()]
         for url in urls:
             _bench(url, (*_WARM_UP, *flags))
         meter = NoiseMeter()
-        reports: list[list[BenchReport]] = [[] for _ in jobs]
+        reports: list[list[Report]] = [[] for _ in jobs]
         for turn in zip_longest(*(_bursts(plan, load) for _, load in jobs.values())):
             for (_, load), url, mine, burst in zip(jobs.values(), urls, reports, turn, strict=True):
                 if burst is not None:
@@ -177,7 +171,7 @@ def _bursts(plan: Plan, load: Load) -> list[list[TraceRecord]]:
     return bursts_of(records if plan.limit is None else limit(records, plan.limit))
 
 
-def _bench(url: str, arguments: Sequence[str]) -> BenchReport:
+def _bench(url: str, arguments: Sequence[str]) -> Report:
     flags = ("--endpoint", "tokens", "--set", "temperature=0", "--quiet", "--json")
     return decode_report(
         output_of(["kvolt", "bench", "--url", url, *flags, *arguments]), "the report of kvolt bench"
@@ -185,14 +179,14 @@ def _bench(url: str, arguments: Sequence[str]) -> BenchReport:
 
 
 def _merge_logs(logs: Sequence[Path], merged: Path) -> None:
-    """Merge step logs of one engine into one log."""
+    """One log with the steps of several, which must be of the same engine."""
     headers, steps = zip(*(log.read_bytes().split(b"\n", 1) for log in logs), strict=True)
     if len(set(headers)) != 1:
         raise BrokenRun("the step logs are of different engines")
     merged.write_bytes(headers[0] + b"\n" + b"".join(steps))
 
 
-# --- comparison with the twin
+# --- the twin beside them
 
 
 def _case(
@@ -220,23 +214,7 @@ def _case_text(case: Case) -> str:
         f"{case.title}: {counts.complete} requests, {counts.input_tokens:,} prompt and {counts.output_tokens:,} output "
         f"tokens, {len(case.runs)} real runs"
     )
-    return "\n".join([about, f"$ {case.command}", table(HEAD, [row_of(line) for line in case.lines])])
-
-
-def _judged_steps(logs: Sequence[Path], preset: Path) -> str:
-    """Errors of the preset on the steps of another workload than it was fitted to."""
-    model = msgspec.json.decode(preset.read_bytes(), type=PresetFile).latency
-    rows = []
-    for number, log in enumerate(logs, 1):
-        with log.open("rb") as lines:
-            _, steps = decode_step_log(lines)
-        errors = errors_of(model, steps)
-        took, predicted = sum(step.time_s for step in steps), sum(map(model.step_s, steps))
-        rows.append(
-            f"  run {number}: {len(steps):,} steps took {took:.1f} s, predicted {predicted:.1f} s "
-            f"({predicted / took - 1:+.1%}); error of a step {errors.median:.1%} (median), {errors.p90:.1%} (p90)"
-        )
-    return "\n".join(["The preset on the steps of the judged runs, which it was not fitted to:", *rows])
+    return "\n".join([about, f"$ {case.command}", table(HEAD, [line.cells for line in case.lines])])
 
 
 def _noise(runs: Sequence[Run]) -> str:

@@ -1,8 +1,9 @@
-"""Traces as bursts separated by pauses, and one report of several runs. Pure.
+"""Traces as bursts with pauses between, and one report of several. Pure.
 
-The speed of a machine changes within seconds with the load of other machines on the same host. Two workloads that
-alternate in short bursts see the same conditions; run one after the other they do not. The study's traces therefore
-have pauses: the twin skips them, a real run ends a burst, waits for a burst of the other workload, and starts the next.
+The speed of a machine changes within seconds, by the load of other machines on the same host. Two workloads that take
+turns in short bursts meet the same machine; one after the other they do not. So the traces of the study have pauses:
+a twin passes over them in no time, a real run ends a burst, lets the other workload have one, and goes on with the
+next.
 """
 
 from __future__ import annotations
@@ -11,25 +12,16 @@ from collections.abc import Iterable, Sequence
 
 from msgspec.structs import replace
 
-from kvolt.bench.load.histogram import Histogram, HistogramData
-from kvolt.bench.load.report import BenchReport, Counts
+from kvolt.bench.load.histogram import Histogram
+from kvolt.bench.load.report import Counts, Report
 from kvolt.core.trace import TraceRecord
 
-BURST_S = 10.0
 PAUSE_S = 120.0
 """Longer than any burst takes to be answered: each burst starts on an idle server."""
 
 
-def with_pauses(records: Iterable[TraceRecord], burst_s: float = BURST_S) -> list[TraceRecord]:
-    """The same requests, with a pause after every `burst_s`."""
-    return [
-        replace(record, timestamp=record.timestamp + record.timestamp // (1e3 * burst_s) * 1e3 * PAUSE_S)
-        for record in records
-    ]
-
-
 def bursts_of(records: Iterable[TraceRecord]) -> list[list[TraceRecord]]:
-    """Bursts between the pauses, each with times from 0."""
+    """What lies between pauses, each from time 0 on."""
     bursts: list[list[TraceRecord]] = []
     start = before = 0.0
     for record in records:
@@ -41,26 +33,20 @@ def bursts_of(records: Iterable[TraceRecord]) -> list[list[TraceRecord]]:
     return bursts
 
 
-def as_one(reports: Sequence[BenchReport]) -> BenchReport:
+def as_one(reports: Sequence[Report]) -> Report:
     """Merged report of the runs; fields that cannot be merged are those of the first one."""
-    histograms = {
-        name: _merged([report.histograms[name] for report in reports]) for name in reports[0].histograms
-    }
-    latencies = {name: histograms[name].summary() for name in reports[0].latencies}
+    histograms: dict[str, Histogram] = {}
+    for name, first in reports[0].histograms.items():
+        histograms[name] = Histogram.from_data(first)
+        for report in reports[1:]:
+            histograms[name].merge(Histogram.from_data(report.histograms[name]))
     return replace(
         reports[0],
         is_interrupted=any(report.is_interrupted for report in reports),
         counts=_sum([report.counts for report in reports]),
-        latencies=latencies,
+        latencies={name: histograms[name].summary() for name in reports[0].latencies},
         histograms={name: each.data() for name, each in histograms.items()},
     )
-
-
-def _merged(parts: Sequence[HistogramData]) -> Histogram:
-    merged = Histogram.from_data(parts[0])
-    for part in parts[1:]:
-        merged.merge(Histogram.from_data(part))
-    return merged
 
 
 def _sum(counts: Sequence[Counts]) -> Counts:
