@@ -18,7 +18,8 @@ from msgspec.structs import replace
 from kvolt.core.request import Role
 from kvolt.engines.vllm.arguments import VllmArguments
 from kvolt.engines.vllm.launch import NIXL
-from kvolt.testing.engines.handoff_cases import prefill_and_move, prefill_of, prefilled, whole_answer
+from kvolt.testing.engines.block_copies import prefill_of, prefilled
+from kvolt.testing.engines.handoff_cases import prefill_and_move, whole_answer
 from kvolt.testing.engines.harness import Run, engine_run
 
 HOLD_S = 3.0

@@ -13,7 +13,8 @@ from kvolt.core.ids import SequenceHash
 from kvolt.core.kv_events import Tier
 from kvolt.core.request import Request, Role
 from kvolt.engines.vllm.arguments import VllmArguments, VllmTiers
-from kvolt.testing.engines.handoff_cases import prefill_and_move, prefill_of, whole_answer
+from kvolt.testing.engines.block_copies import prefill_of
+from kvolt.testing.engines.handoff_cases import prefill_and_move, whole_answer
 from kvolt.testing.engines.harness import Answer, Run, block_hashes, engine_run
 
 NUM_BLOCKS = 25

@@ -1,4 +1,4 @@
-"""BlockKey: identity of a block wherever its bytes are stored or shared; KvBlock: a block in transit between pools.
+"""BlockKey: identity of a block wherever its bytes are stored or shared.
 
 Defines the derivation and its format version. A collision would serve the KV of another prompt, so the key covers
 everything that affects the bytes of a block, and fields are framed so that no two inputs share an encoding.
@@ -24,11 +24,10 @@ from hashlib import blake2b
 from typing import cast
 
 import msgspec
-from xxhash import xxh3_64
 
 from kvolt.core.errors import ConfigError
 from kvolt.core.hashing import MediaExtent, TokenBlocks, TokenIds, check_block_size, cut_blocks, utf8
-from kvolt.core.ids import BlockKey, SequenceHash
+from kvolt.core.ids import BlockKey
 
 FORMAT_VERSION = 1
 BLOCK_KEY_BYTES = 16
@@ -149,36 +148,3 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: int
     block_size: int
     block_bytes: int
-
-
-class KvBlock(msgspec.Struct, frozen=True):
-    """One complete block. `seal` adds the checksum, `is_intact` verifies it.
-
-    Independent of memory and transport: a zero-copy transfer replaces `data` by a descriptor and keeps the other
-    fields.
-    """
-
-    key: BlockKey
-    sequence_hash: SequenceHash
-    parent: BlockKey | None
-    """None for the first block of a sequence."""
-    position: int
-    """Index of the block in its sequence."""
-    data: bytes
-    checksum: int = 0
-
-    def seal(self) -> KvBlock:
-        """Return a copy with its checksum."""
-        return msgspec.structs.replace(self, checksum=self._compute())
-
-    @property
-    def is_intact(self) -> bool:
-        return self.checksum == self._compute()
-
-    def _compute(self) -> int:
-        """Checksum over ids and bytes: bytes stored under the wrong id are corrupt too."""
-        state = xxh3_64(self.key)
-        state.update(_pack_names(self.sequence_hash, self.position, self.parent is not None))
-        state.update(self.parent or b"")
-        state.update(self.data)
-        return state.intdigest()

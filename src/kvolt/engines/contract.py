@@ -49,7 +49,7 @@ from typing import Literal, Protocol, runtime_checkable
 import msgspec
 from prometheus_client.core import Metric
 
-from kvolt.core.block_key import KvBlock, KvLayout
+from kvolt.core.block_key import KvLayout
 from kvolt.core.card import EngineInfo, ModelCard
 from kvolt.core.delta import StepOutput
 from kvolt.core.errors import Unsupported
@@ -133,23 +133,13 @@ class KvVisible(Protocol):
 
 @runtime_checkable
 class KvMovable(Protocol):
-    """Exports and imports blocks by copy, between engines with equal layouts and equal keys."""
+    """Layout and keys of blocks. Blocks can be copied between engines with equal layouts."""
 
     def kv_layout(self) -> KvLayout:
         """Available after `start`."""
 
     def kv_keys(self, request: Request) -> tuple[BlockKey, ...]:
         """Keys of the full blocks of a request's prompt. Equal keys on two engines mean equal bytes."""
-
-    async def export_kv(self, keys: Sequence[BlockKey]) -> tuple[KvBlock, ...]:
-        """The leading blocks of `keys` that are cached, each with its checksum."""
-
-    async def import_kv(self, blocks: Sequence[KvBlock]) -> int:
-        """Import blocks into the cache, parents first; returns how many of them are cached afterwards.
-
-        A block that is corrupt, has the wrong size, an unknown parent or no free space is a cache miss, and
-        so are all blocks after it. Blocks that are cached already count and are not reported again.
-        """
 
 
 class HeldKv(msgspec.Struct, frozen=True):

@@ -1,36 +1,23 @@
-"""KvExchange: block export, import, holds and allocations of an engine.
+"""KvExchange: keys, holds and allocations of an engine's blocks.
 
-Implements KvVisible, KvMovable, KvAddressable and KvTierable for engines that use kvolt's scheduler. Knows no
-layout: BlockMemory reads and writes whole blocks.
+Implements KvVisible, KvAddressable and KvTierable for engines that use kvolt's scheduler. Knows no bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
-from typing import Protocol
 
-from kvolt.core.block_key import KvBlock
 from kvolt.core.errors import InvalidRequest, NotFound
 from kvolt.core.ids import BlockKey, RequestId, SequenceHash
 from kvolt.core.kv_events import Stored
 from kvolt.core.request import Request
 from kvolt.engines.contract import AttachedKv, HeldKv, KvAllocation, SealedKv
-from kvolt.kv import BlockId, BlockName, BlockNames
+from kvolt.kv import BlockId, BlockNames
 from kvolt.scheduler.scheduler import Scheduler
 
 _PINNED_SHARE = 0.125
 """Share of all blocks that may be pinned at a time for offload."""
-
-
-class BlockMemory(Protocol):
-    """Access to the bytes of an engine's blocks."""
-
-    def read(self, block: BlockId) -> bytes:
-        """A copy of the block."""
-
-    def write(self, block: BlockId, data: bytes) -> None:
-        """The caller has checked the length."""
 
 
 def to_held_kv(blocks: Sequence[BlockId], names: BlockNames) -> HeldKv:
@@ -58,15 +45,8 @@ def _incoming(allocation: KvAllocation) -> list[tuple[int, BlockId]]:
 class KvExchange:
     """See the module. Must be called between steps, or by the thread that plans them."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        memory: BlockMemory,
-        block_bytes: int,
-    ) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._memory = memory
-        self._block_bytes = block_bytes
 
     def keys(self, request: Request) -> list[BlockKey]:
         """Keys of the full blocks of a prompt."""
@@ -77,26 +57,6 @@ class KvExchange:
 
     def contents(self) -> tuple[Stored, ...]:
         return tuple(self._scheduler.pool.contents())
-
-    def export_kv(self, keys: Sequence[BlockKey]) -> tuple[KvBlock, ...]:
-        pool = self._scheduler.pool
-        exported: list[KvBlock] = []
-        parent: BlockKey | None = None
-        position = 0
-        for key in keys:
-            block = pool.block_of(key)
-            if block is None:
-                break
-            if not exported:
-                lineage = pool.lineage(key)
-                parent = lineage[-2].key if len(lineage) > 1 else None
-                position = len(lineage) - 1
-            name = pool.name_of(block)
-            assert name is not None
-            data = self._memory.read(block)
-            exported.append(KvBlock(key, name.sequence_hash, parent, position, data).seal())
-            parent, position = key, position + 1
-        return tuple(exported)
 
     def held(self, request_id: RequestId) -> HeldKv:
         """NotFound if nothing is held for the request."""
@@ -138,38 +98,3 @@ class KvExchange:
             return AttachedKv()
         counts = self._scheduler.incoming.attach(_incoming(allocation), num_last, request_id)
         return AttachedKv() if counts is None else AttachedKv(True, *counts)
-
-    def import_kv(self, blocks: Sequence[KvBlock]) -> int:
-        count = 0
-        run: list[KvBlock] = []
-        for block in blocks:
-            if not block.is_intact or len(block.data) != self._block_bytes:
-                break
-            if run and block.parent != run[-1].key:
-                num_imported = self._import_run(run)
-                count += num_imported
-                if num_imported < len(run):
-                    return count
-                run = []
-            run.append(block)
-        return count + self._import_run(run) if run else count
-
-    def _import_run(self, run: Sequence[KvBlock]) -> int:
-        """Import blocks each of which is the parent of the next."""
-        scheduler = self._scheduler
-        names = BlockNames()
-        if run[0].parent is not None:
-            names = scheduler.pool.lineage(run[0].parent)
-            if len(names) != run[0].position:
-                return 0  # the parent is not cached
-        elif run[0].position:
-            return 0
-        num_before = len(names)
-        for block in run:
-            names.append(BlockName(block.key, block.sequence_hash))
-        present = scheduler.pool.match(names.keys)
-        incoming = scheduler.holds.allocate_incoming(names)
-        for index, block_id in incoming:
-            self._memory.write(block_id, run[index - num_before].data)
-        scheduler.incoming.commit(incoming)
-        return present - num_before + len(incoming)

@@ -55,7 +55,7 @@ SMALL = SimArguments(
 SCARCE = replace(SMALL, kv_blocks=20)
 """Room for little more than one request of the longest: the others wait, or are preempted."""
 PROMPTS_FIRST = replace(SCARCE, scheduling=Scheduling.SGLANG)
-LINKED = replace(SMALL, link_in_bytes_per_s=1e9, link_out_bytes_per_s=2e9, link_latency_s=0.0001)
+LINKED = replace(SMALL, link_in_bytes_per_s=1e9, link_latency_s=0.0001)
 """Two milliseconds for a block of two megabytes, and half of that on its way out."""
 FAST = SimArguments(
     context_length=256,

@@ -14,7 +14,7 @@ from hashlib import blake2b
 import msgspec
 from tests.unit.testing.toy_store import Entry, Store
 
-from kvolt.core.block_key import BlockKeyChain, BlockKeyContext, KvBlock, KvLayout
+from kvolt.core.block_key import BlockKeyChain, BlockKeyContext, KvLayout
 from kvolt.core.card import Capacity, EngineInfo, ModelCard, card_hash
 from kvolt.core.delta import Delta, FinishReason, StepOutput, TokenLogprobs, Usage
 from kvolt.core.errors import Cancelled, InvalidRequest, NotFound
@@ -340,21 +340,6 @@ class ToyEngine:
     def kv_keys(self, request: Request) -> tuple[BlockKey, ...]:
         keys, _ = self._names(request)
         return tuple(keys.extend(request.token_ids))
-
-    async def export_kv(self, keys: Sequence[BlockKey]) -> tuple[KvBlock, ...]:
-        found = self.store.acquire(keys)
-        blocks = tuple(entry.export() for entry in found)
-        self.store.release(found)
-        return blocks
-
-    async def import_kv(self, blocks: Sequence[KvBlock]) -> int:
-        taken = 0
-        for block in blocks:
-            if not self.store.take_in(block):
-                break
-            taken += 1
-        self._work.set()
-        return taken
 
     # --- KvAddressable
 

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvolt.core.block_key import KvBlock, KvLayout
+from kvolt.core.block_key import KvLayout
 from kvolt.core.ids import BlockKey, SequenceHash
 from kvolt.core.kv_events import Cleared, KvChange, Removed, Stored
 from kvolt.engines.contract import KvAllocation
@@ -32,10 +32,6 @@ class Entry:
     @property
     def data(self) -> bytes:
         return bytes(self.place)
-
-    def export(self) -> KvBlock:
-        parent = self.parent.key if self.parent else None
-        return KvBlock(self.key, self.sequence_hash, parent, self.position, self.data).seal()
 
     def told(self) -> Stored:
         parent = self.parent.sequence_hash if self.parent else None
@@ -170,22 +166,6 @@ class Store:
             return held
         self.release(held)
         return []
-
-    def take_in(self, block: KvBlock) -> bool:
-        if block.key in self.named:
-            return True
-        parent = None if block.parent is None else self.named.get(block.parent)
-        orphan = block.parent is not None and parent is None
-        full = self.num_reserved + len(self.idle) >= self.num_blocks
-        if orphan or full or not self.accepts(block):
-            return False
-        self.release([self.add(block.key, block.sequence_hash, parent, block.data)])
-        if parent is not None and not parent.num_holders:
-            self.idle.move_to_end(parent.key)  # never before its child
-        return True
-
-    def accepts(self, block: KvBlock) -> bool:
-        return block.is_intact and len(block.data) == self.slab.block_bytes
 
     def clear(self) -> int:
         num_blocks = len(self.named)

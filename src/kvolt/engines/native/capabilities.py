@@ -11,13 +11,13 @@ from typing import Protocol
 
 import torch
 
-from kvolt.core.block_key import KvBlock, KvLayout
+from kvolt.core.block_key import KvLayout
 from kvolt.core.errors import InvalidRequest, KvoltError, Overloaded, Unsupported
 from kvolt.core.ids import BlockKey, RequestId, SequenceHash
 from kvolt.core.kv_events import Stored
 from kvolt.core.request import Request
 from kvolt.engines.contract import AttachedKv, HeldKv, KvAllocation, Pooling, SealedKv
-from kvolt.engines.kv_exchange import BlockMemory, KvExchange
+from kvolt.engines.kv_exchange import KvExchange
 from kvolt.engines.native.runner import ModelRunner
 from kvolt.engines.native.slab import LAYOUT
 from kvolt.engines.prefills import HOLD_S, OnBlocks, OnHandoff, Prefills
@@ -40,13 +40,11 @@ class RequestCore(Protocol):
 class Capabilities:
     """See the module."""
 
-    def __init__(self, core: RequestCore, blocks: BlockMemory | None, now: Callable[[], float]) -> None:
-        """`blocks`: access to blocks with the heads of all ranks; None if the other ranks' blocks cannot be
-        accessed. `now`: a monotonic clock."""
+    def __init__(self, core: RequestCore, has_blocks: bool, now: Callable[[], float]) -> None:
+        """`has_blocks`: other processes can access the blocks of all ranks. `now`: a monotonic clock."""
         self._core = core
-        self._has_blocks = blocks is not None
-        memory = blocks or core.runner.slab
-        self._exchange = KvExchange(core.scheduler, memory, self.kv_layout().block_bytes)
+        self._has_blocks = has_blocks
+        self._exchange = KvExchange(core.scheduler)
         self.prefills = Prefills(core.scheduler, core.abort, now, HOLD_S)
 
     # --- blocks
@@ -72,14 +70,6 @@ class Capabilities:
             block_size=shape.block_size,
             block_bytes=shape.block_bytes * degree,
         )
-
-    def export_kv(self, keys: Sequence[BlockKey]) -> tuple[KvBlock, ...]:
-        self._need_blocks()
-        return self._exchange.export_kv(keys)
-
-    def import_kv(self, blocks: Sequence[KvBlock]) -> int:
-        self._need_blocks()
-        return self._exchange.import_kv(blocks)
 
     def held_kv(self, request_id: RequestId) -> HeldKv:
         self._need_blocks()

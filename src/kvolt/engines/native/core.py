@@ -24,7 +24,6 @@ from kvolt.core.errors import EngineFailed, ErrorInfo, KvoltError, Overloaded, U
 from kvolt.core.ids import RequestId
 from kvolt.core.load import StepStats, WorkerLoad
 from kvolt.core.request import Request
-from kvolt.engines.kv_exchange import BlockMemory
 from kvolt.engines.native.capabilities import Capabilities
 from kvolt.engines.native.grammar.threads import CompilingThreads
 from kvolt.engines.native.runner import Computed, ModelRunner
@@ -67,7 +66,7 @@ class EngineCore:
         info: EngineInfo,
         scheduler: Scheduler,
         runner: ModelRunner,
-        blocks: BlockMemory | None,
+        has_blocks: bool,
         grammars: Callable[[], GrammarCompiler],
         keys: Callable[[Request], BlockKeyContext],
         clock: Clock,
@@ -78,7 +77,7 @@ class EngineCore:
         self.runner = runner
         self.keys_of = keys
         """Returns the constant part of a request's block keys."""
-        self.capabilities = Capabilities(self, blocks, clock.monotonic)
+        self.capabilities = Capabilities(self, has_blocks, clock.monotonic)
         self._now = clock.monotonic
         self._ended_at: float | None = None
         """End of the previous step if it left work, else None."""

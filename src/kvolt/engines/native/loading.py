@@ -6,6 +6,7 @@ Owns the assembly of the engine's parts and the number of KV blocks. Logs its pr
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
@@ -21,14 +22,13 @@ from kvolt.core.errors import ConfigError
 from kvolt.core.load import StepLogHeader, StepStats, encode_step, encode_step_log
 from kvolt.core.request import Request
 from kvolt.engines.contract import EngineSpec
-from kvolt.engines.kv_exchange import BlockMemory
 from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.native.core import EngineCore
 from kvolt.engines.native.model.transformer import LoadOptions, Transformer
 from kvolt.engines.native.parallel import RankGroup, Solo, TorchGroup, check_degree
 from kvolt.engines.native.runner import ModelRunner, attention_backend, set_threads, slab_in
 from kvolt.engines.native.setup import Setup, choose_setup, device_of, largest_step_bytes, memory_for_kv
-from kvolt.engines.native.slab import DTYPES, LAYOUT, KvSlab, RankSlabs, SlabShape
+from kvolt.engines.native.slab import DTYPES, LAYOUT, KvSlab, SlabShape
 from kvolt.engines.native.step_trials import Trials
 from kvolt.engines.native.tp_rank import LoadLora, TpRanks, UnloadLora
 from kvolt.engines.native.trial_runner import run_trials
@@ -117,9 +117,7 @@ def build_core(
     options = LoadOptions(DTYPES[setup.dtype], setup.device, arguments.quantize)
     model = Transformer(checkpoint, options, group, _layer_progress(name, hooks.clock))
     slab = _slab(config, setup, arguments, hooks.memory, group)
-    blocks: BlockMemory | None = slab
-    if tp_ranks is not None:
-        blocks = _allocate_others(tp_ranks, slab, group.degree, setup, hooks.memory)
+    has_blocks = tp_ranks is None or _allocate_others(tp_ranks, slab, group.degree, setup, hooks.memory)
     num_blocks = slab.shape.num_blocks - 1  # the last one receives the KV of padding rows in captured steps
     runner = ModelRunner(model, attention_backend(slab, config, setup.device, group), slab, setup.device)
     for adapter, folder in arguments.loras.items():
@@ -141,7 +139,7 @@ def build_core(
             kv_total_blocks=num_blocks,
         ),
         kv_layout=LAYOUT,
-        features=FEATURES if blocks is not None else _WITHOUT_WHOLE_BLOCKS,
+        features=FEATURES if has_blocks else _WITHOUT_WHOLE_BLOCKS,
         kv_events=arguments.kv_events,
         loras=model.adapters.names,
     )
@@ -179,7 +177,7 @@ def build_core(
         info,
         scheduler,
         runner,
-        blocks,
+        has_blocks,
         grammars,
         keys_of,
         hooks.clock,
@@ -247,16 +245,15 @@ def _slab(
     return slab_in(descriptor, shape, setup)
 
 
-def _allocate_others(
-    tp_ranks: TpRanks, slab: KvSlab, degree: int, setup: Setup, memory: KvMemory
-) -> RankSlabs | None:
-    """Allocate the other ranks' blocks. Returns access to the blocks of all ranks, or None if it is not possible."""
+def _allocate_others(tp_ranks: TpRanks, slab: KvSlab, degree: int, setup: Setup, memory: KvMemory) -> bool:
+    """Allocate the other ranks' blocks. Returns whether other processes can access them."""
     ranks = () if setup.device.type == "cuda" else range(1, degree)
     allocated = (memory(rank, slab.shape.num_bytes) for rank in ranks)
     descriptors = [each for each in allocated if each is not None]
     tp_ranks.allocate(slab.shape.num_blocks, descriptors)
-    others = [slab_in(each, slab.shape, setup) for each in descriptors]
-    return RankSlabs([slab, *others]) if others else None
+    for each in descriptors:
+        os.close(each)
+    return bool(descriptors)
 
 
 def _capture(runner: ModelRunner, setup: Setup, config: ModelConfig) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -104,28 +103,3 @@ class KvSlab:
         """Fill a block. The caller has checked the length."""
         values = torch.frombuffer(bytearray(data), dtype=DTYPES[self.shape.dtype])
         self.tensor[block].copy_(values.view(self.shape.dims[1:]))
-
-
-class RankSlabs:
-    """Whole blocks whose heads are split over the slabs of all ranks.
-
-    For host memory, between steps: no rank accesses its blocks then, since the last sum of a step follows all accesses.
-    """
-
-    def __init__(self, slabs: Sequence[KvSlab]) -> None:
-        """`slabs` in order of rank."""
-        self._slabs = slabs
-
-    def read(self, block: int) -> bytes:
-        """A copy of a block's bytes."""
-        whole = torch.cat([slab.tensor[block] for slab in self._slabs], dim=_HEADS)
-        return whole.flatten().view(torch.uint8).numpy().tobytes()
-
-    def write(self, block: int, data: bytes) -> None:
-        """Fill a block. The caller has checked the length."""
-        shape = self._slabs[0].shape
-        dims = list(shape.dims[1:])
-        dims[_HEADS] *= len(self._slabs)
-        whole = torch.frombuffer(bytearray(data), dtype=DTYPES[shape.dtype]).view(dims)
-        for slab, part in zip(self._slabs, whole.chunk(len(self._slabs), dim=_HEADS), strict=True):
-            slab.tensor[block].copy_(part)

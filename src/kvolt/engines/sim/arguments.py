@@ -11,7 +11,7 @@ from kvolt.core.latency import LatencyModel, OccupancyModel, scale_speed
 from kvolt.engines.prefills import HOLD_S
 from kvolt.engines.sim.links import SimLink
 from kvolt.engines.sim.model import SimModel, generated_model, model_with_tokenizer, read_template, sim_card
-from kvolt.engines.sim.transfers import NETWORK_IN, NETWORK_OUT
+from kvolt.engines.sim.transfers import NETWORK_IN
 from kvolt.latency.presets import DEFAULT, find_model
 from kvolt.scheduler.step_plan import Scheduling
 
@@ -48,10 +48,8 @@ class SimArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """For trace replay: blocks are named by the hashes of the request instead of its tokens, and have no content."""
     link_in_bytes_per_s: Annotated[float, Meta(gt=0)] | None = None
     """Bandwidth for all incoming KV, in bytes per second, multiplied by `speed`. None: unlimited."""
-    link_out_bytes_per_s: Annotated[float, Meta(gt=0)] | None = None
-    """Bandwidth for all outgoing KV. A transfer takes the time of the sender's link, then of the receiver's."""
     link_latency_s: Annotated[float, Meta(ge=0)] = 0.0
-    """Additional latency of each link, in seconds."""
+    """Additional latency of the link, in seconds."""
     kv_bytes_per_token: _AtLeastOne = 131_072
     """KV size per token for transfer times; default: an 8B model in bfloat16. Uses no memory."""
     answer_text: str | None = None
@@ -86,8 +84,8 @@ class SimArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             )
         if self.latency is None:
             find_model(self.preset)
-        if self.trace_blocks and (self.link_in_bytes_per_s or self.link_out_bytes_per_s):
-            raise ValueError("trace blocks have no content to transfer: omit trace_blocks, or the links")
+        if self.trace_blocks and self.link_in_bytes_per_s:
+            raise ValueError("trace blocks have no content to transfer: omit trace_blocks, or the link")
         if self.model_tokenizer is None and (self.eos_token is not None or self.bos_token is not None):
             raise ValueError("eos_token and bos_token require model_tokenizer")
         if self.model_tokenizer is not None and self.eos_token is None:
@@ -117,13 +115,14 @@ def step_model_of(arguments: SimArguments) -> LatencyModel | OccupancyModel:
 
 
 def links_of(arguments: SimArguments) -> list[SimLink]:
-    """The configured links, scaled by the engine's speed."""
-    speeds = {NETWORK_IN: arguments.link_in_bytes_per_s, NETWORK_OUT: arguments.link_out_bytes_per_s}
-    return [
-        SimLink(name, bytes_per_s * arguments.speed, arguments.link_latency_s / arguments.speed)
-        for name, bytes_per_s in speeds.items()
-        if bytes_per_s is not None
-    ]
+    """The configured link, scaled by the engine's speed."""
+    if arguments.link_in_bytes_per_s is None:
+        return []
+    bytes_per_s, latency_s = (
+        arguments.link_in_bytes_per_s * arguments.speed,
+        arguments.link_latency_s / arguments.speed,
+    )
+    return [SimLink(NETWORK_IN, bytes_per_s, latency_s)]
 
 
 def _is_unicode(text: str) -> bool:

@@ -31,7 +31,6 @@ from kvolt.engines.sim.arguments import SimArguments, model_of, step_model_of
 from kvolt.engines.sim.kv_capabilities import KvCapabilities, now
 from kvolt.engines.sim.runner import SimRunner, StepObserver
 from kvolt.engines.sim.script import AnswerScripts
-from kvolt.engines.sim.transfers import SimTransfers
 from kvolt.scheduler.step_output import delta_of_run, load_of
 from kvolt.scheduler.step_plan import NewToken, PlainBatch, StepPlan
 
@@ -52,11 +51,10 @@ class SimEngine(KvCapabilities):
         spec: EngineSpec,
         arguments: SimArguments,
         observer: StepObserver | None = None,
-        transfers: SimTransfers | None = None,
     ) -> None:
         """Engines with the same `transfers` share its links, like engines on one machine."""
         model = model_of(spec.model, arguments)
-        super().__init__(model.card, arguments, transfers)
+        super().__init__(model.card, arguments)
         self._spec = spec
         self._observer = observer
         self._step_model = step_model_of(arguments)
@@ -154,7 +152,7 @@ class SimEngine(KvCapabilities):
 
     async def close(self) -> None:
         self._is_closed = True
-        self._own_transfers.close()
+        self._transfers.close()
         if self._in_flight is not None:
             self._scheduler.discard(self._in_flight)
             self._in_flight = None

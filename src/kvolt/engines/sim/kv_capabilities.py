@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import TypeVar
 
-from kvolt.core.block_key import BlockKeyContext, KvBlock, KvLayout
+from kvolt.core.block_key import BlockKeyContext, KvLayout
 from kvolt.core.card import ModelCard
 from kvolt.core.errors import ErrorInfo, Unsupported, from_info
 from kvolt.core.ids import BlockKey, RequestId, SequenceHash
@@ -19,8 +19,8 @@ from kvolt.engines.contract import AttachedKv, HeldKv, KvAllocation, SealedKv
 from kvolt.engines.kv_exchange import KvExchange
 from kvolt.engines.prefills import Prefills
 from kvolt.engines.sim.arguments import SimArguments, links_of
-from kvolt.engines.sim.kv import BLOCK_BYTES, SimMemory, TraceNaming, key_context, layout
-from kvolt.engines.sim.transfers import NETWORK_IN, NETWORK_OUT, SimTransfers
+from kvolt.engines.sim.kv import SimMemory, TraceNaming, key_context, layout
+from kvolt.engines.sim.transfers import NETWORK_IN, SimTransfers
 from kvolt.engines.wakeup import Wakeup
 from kvolt.kv import BlockPool
 from kvolt.scheduler.scheduler import Scheduler
@@ -33,7 +33,7 @@ R = TypeVar("R")
 class KvCapabilities:
     """See the module. SimEngine adds requests and steps."""
 
-    def __init__(self, card: ModelCard, arguments: SimArguments, transfers: SimTransfers | None) -> None:
+    def __init__(self, card: ModelCard, arguments: SimArguments) -> None:
         self.card = card
         self._arguments = arguments
         limits = Limits(
@@ -53,9 +53,8 @@ class KvCapabilities:
         )
         self._memory = SimMemory()
         self._slab: Slab | None = None
-        self._exchange = KvExchange(self._scheduler, self._memory, BLOCK_BYTES)
-        self._own_transfers = SimTransfers(links_of(arguments), now)
-        self._transfers = transfers or self._own_transfers
+        self._exchange = KvExchange(self._scheduler)
+        self._transfers = SimTransfers(links_of(arguments), now)
         self._prefills = Prefills(self._scheduler, self._drop, now, arguments.hold_s)
         self._expiry: asyncio.TimerHandle | None = None
         self._work = Wakeup()
@@ -89,17 +88,6 @@ class KvCapabilities:
 
     def kv_keys(self, request: Request) -> tuple[BlockKey, ...]:
         return tuple(self._exchange.keys(request))
-
-    async def export_kv(self, keys: Sequence[BlockKey]) -> tuple[KvBlock, ...]:
-        blocks = self._exchange.export_kv(keys)
-        return blocks if await self._transfers.move(self._size(len(blocks)), NETWORK_OUT) else ()
-
-    async def import_kv(self, blocks: Sequence[KvBlock]) -> int:
-        if not await self._transfers.move(self._size(len(blocks)), NETWORK_IN):
-            return 0
-        num_cached = self._exchange.import_kv(blocks)
-        self._work.set()
-        return num_cached
 
     # --- KvAddressable
 

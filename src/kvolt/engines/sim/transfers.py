@@ -11,11 +11,10 @@ from collections.abc import Callable, Sequence
 from kvolt.engines.sim.links import SharedLinks, SimLink, TransferId
 
 NETWORK_IN = "network_in"
-NETWORK_OUT = "network_out"
 
 
 class SimTransfers:
-    """Shared by all engines of a simulated machine."""
+    """Transfers over links that they share fairly."""
 
     def __init__(self, links: Sequence[SimLink], now: Callable[[], float]) -> None:
         self._links = SharedLinks(links)

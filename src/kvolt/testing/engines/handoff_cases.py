@@ -1,6 +1,6 @@
 """Tier `handoff`, for Prefill engines: prefill on one engine and decode on another give the same tokens as one engine.
 
-For KvMovable engines the case moves the blocks; other engines fetch them with the ticket.
+For KvAddressable engines the case copies the blocks; other engines fetch them with the ticket.
 """
 
 from __future__ import annotations
@@ -12,33 +12,21 @@ from msgspec.structs import replace
 from kvolt.core.errors import InvalidRequest, KvoltError
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Handoff, Request
-from kvolt.engines.contract import KvMovable, Prefill
+from kvolt.engines.contract import KvAddressable
 from kvolt.runtime.tasks import Scope
 from kvolt.testing.cases import cases_in
+from kvolt.testing.engines.block_copies import move, prefill_of, prefilled
 from kvolt.testing.engines.event_cases import blocks_request, blocks_that_fit
-from kvolt.testing.engines.harness import Answer, Case, Harness, NotRun, Run, deadline_of, engine_run
+from kvolt.testing.engines.harness import Answer, Case, Harness, NotRun, Run, engine_run
 
 _LONGEST_EXPIRY_S = 5.0
 
 
-def prefill_of(run: Run) -> Prefill:
-    engine = run.engine
-    assert isinstance(engine, Prefill)
-    return engine
-
-
 async def prefill_and_move(source: Run, target: Run, request: Request) -> Request:
-    """Prefill at the source, move the blocks to the target, and return the request with its handoff."""
-    handoff = await prefilled(source, request)
-    if isinstance(source.engine, KvMovable) and isinstance(target.engine, KvMovable):
-        blocks = await source.engine.export_kv(source.engine.kv_keys(request))
-        await target.engine.import_kv(blocks)
-    return replace(request, handoff=handoff)
-
-
-async def prefilled(run: Run, request: Request) -> Handoff:
-    async with asyncio.timeout(deadline_of(run.harness)):
-        return await prefill_of(run).prefill(request)
+    """Prefill at the source, copy the blocks to the target, and return the request with its handoff."""
+    if isinstance(source.engine, KvAddressable) and isinstance(target.engine, KvAddressable):
+        return await move(source, target, request)
+    return replace(request, handoff=await prefilled(source, request))
 
 
 def short_expiry(handoff: Handoff) -> float:

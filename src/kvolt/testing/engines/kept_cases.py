@@ -10,10 +10,11 @@ from kvolt.core.ids import RequestId
 from kvolt.core.request import Request
 from kvolt.engines.contract import KvEvents
 from kvolt.testing.cases import cases_in
+from kvolt.testing.engines.block_copies import move, placed, prefill_of
 from kvolt.testing.engines.event_cases import answer_matching_events, blocks_request, blocks_that_fit
-from kvolt.testing.engines.handoff_cases import prefill_of, short_expiry, whole_answer
+from kvolt.testing.engines.handoff_cases import short_expiry, whole_answer
 from kvolt.testing.engines.harness import Case, Harness, NotRun, Run, engine_run, renamed
-from kvolt.testing.engines.placed_cases import MOST_TO_FILL, move, placed, to_fill, unknown_blocks
+from kvolt.testing.engines.placed_cases import MOST_TO_FILL, to_fill, unknown_blocks
 
 
 async def kept_blocks_stay_for_their_request(harness: Harness) -> None:

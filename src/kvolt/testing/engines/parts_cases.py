@@ -14,10 +14,10 @@ from kvolt.core.request import Request
 from kvolt.engines.contract import HeldKv, KvEvents
 from kvolt.runtime.tasks import Scope
 from kvolt.testing.cases import cases_in
+from kvolt.testing.engines.block_copies import computed, contents, placed, prefill_of, prefilled
 from kvolt.testing.engines.event_cases import blocks_request, blocks_that_fit
-from kvolt.testing.engines.handoff_cases import prefill_of, prefilled
 from kvolt.testing.engines.harness import Case, Harness, NotRun, Run, deadline_of, engine_run, renamed
-from kvolt.testing.engines.placed_cases import computed, contents, placed, released
+from kvolt.testing.engines.placed_cases import released
 
 _TRIES = 20
 """Retries: what happens between two steps may be missed on a busy machine."""

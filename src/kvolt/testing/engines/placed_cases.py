@@ -1,62 +1,32 @@
-"""Tier `kv-placed`, for KvAddressable engines: blocks are copied from one engine's memory into another's.
-
-The cases copy the bytes themselves, like a transfer.
-"""
+"""Tier `kv-placed`, for KvAddressable engines: blocks are copied from one engine's memory into another's."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 from msgspec.structs import replace
 
 from kvolt.core.block_key import BLOCK_KEY_BYTES
-from kvolt.core.errors import NotFound, Unsupported
+from kvolt.core.errors import NotFound
 from kvolt.core.ids import BlockKey, RequestId, SequenceHash
-from kvolt.core.request import Handoff, Request
-from kvolt.engines.contract import HeldKv, KvAddressable, KvAllocation, KvEvents, KvMovable
+from kvolt.core.request import Request
+from kvolt.engines.contract import KvAllocation, KvEvents, KvMovable
 from kvolt.testing.cases import cases_in
+from kvolt.testing.engines.block_copies import (
+    computed,
+    contents,
+    copy_blocks,
+    move,
+    placed,
+    prefill_of,
+    slabs_of,
+)
 from kvolt.testing.engines.event_cases import answer_matching_events, blocks_request, blocks_that_fit
-from kvolt.testing.engines.handoff_cases import prefill_of, prefilled, short_expiry, whole_answer
+from kvolt.testing.engines.handoff_cases import short_expiry, whole_answer
 from kvolt.testing.engines.harness import Case, Harness, NotRun, Run, block_hashes, engine_run, renamed
-from kvolt.transfer.memory import block_bytes
-from kvolt.transfer.memory.slabs import Slab
 
 MOST_TO_FILL = 24
 """Maximum number of prompts or allocations to fill a pool."""
-
-
-def placed(run: Run) -> KvAddressable:
-    engine = run.engine
-    assert isinstance(engine, KvAddressable)
-    return engine
-
-
-def slabs_of(run: Run) -> tuple[Slab, ...]:
-    """Slabs of all ranks, with layouts."""
-    try:
-        slabs = placed(run).kv_slabs()
-    except Unsupported as error:
-        raise NotRun(f"the test cannot access the blocks: {error.message}") from error
-    layouts = [slab.layout for slab in slabs]
-    ranks = [(layout.tp_rank, layout.tp_degree) for layout in layouts if layout is not None]
-    assert slabs, "no slabs"
-    assert ranks == [(rank, len(slabs)) for rank in range(len(slabs))], "not one slab for each rank, in order"
-    assert len({slab.num_blocks for slab in slabs}) == 1, "ranks have different numbers of blocks"
-    return slabs
-
-
-async def computed(run: Run, request: Request) -> tuple[Handoff, HeldKv]:
-    """Prefill a request; return its handoff and its held blocks."""
-    handoff = await prefilled(run, request)
-    held = await placed(run).held_kv(request.request_id)
-    assert list(held.hashes) == block_hashes(request, run.info.block_size), (
-        "the full blocks have wrong hashes"
-    )
-    assert len(held.blocks) == len(set(held.blocks)) == len(held.keys) == len(held.hashes)
-    if isinstance(run.engine, KvMovable):
-        assert held.keys == run.engine.kv_keys(request)
-    return handoff, held
 
 
 async def released(run: Run, request: Request) -> None:
@@ -64,41 +34,19 @@ async def released(run: Run, request: Request) -> None:
     await run.assert_empty()
 
 
-def copy_blocks(source: Run, held: HeldKv, target: Run, allocation: KvAllocation) -> None:
-    """Copy the bytes of the allocated blocks."""
-    blocks = held.blocks[allocation.num_present : allocation.num_present + len(allocation.blocks)]
-    for remote, local in zip(slabs_of(source), slabs_of(target), strict=True):
-        assert remote.layout == local.layout
-        block_bytes.copy(
-            local.memory,
-            local.pieces(local.numbers(allocation.blocks)).offsets,
-            remote.memory,
-            remote.pieces(remote.numbers(blocks)).offsets,
-            local.block_bytes,
-        )
-
-
-def contents(run: Run, blocks: Sequence[int]) -> list[bytes]:
-    return [
-        bytes(slab.memory[offset:][: slab.block_bytes])
-        for slab in slabs_of(run)
-        for offset in slab.numbers(blocks) * slab.block_bytes
-    ]
-
-
-async def move(source: Run, target: Run, request: Request, *, keep: bool = False) -> Request:
-    """Prefill at the source, copy the blocks to the target, and return the request with its handoff.
-
-    `keep` keeps the blocks for this request.
-    """
-    handoff, held = await computed(source, request)
-    allocation = await placed(target).allocate_kv(held.keys, held.hashes)
-    if allocation.blocks:
-        copy_blocks(source, held, target, allocation)
-        keep_for = request.request_id if keep else None
-        await placed(target).commit_kv(allocation, len(allocation.blocks), keep_for)
-    await prefill_of(source).release_prefill(request.request_id)
-    return replace(request, handoff=handoff)
+async def keys_identify_contents(harness: Harness) -> None:
+    async with engine_run(harness) as one, engine_run(harness) as other:
+        if not isinstance(one.engine, KvMovable) or not isinstance(other.engine, KvMovable):
+            raise NotRun("the engine does not derive keys of requests")
+        request = blocks_request(one, "r", blocks_that_fit(one, 3))
+        keys = one.engine.kv_keys(request)
+        assert len(keys) == len(set(keys)) == len(request.token_ids) // one.info.block_size
+        assert other.engine.kv_keys(request) == keys, "two engines have different keys for one block"
+        assert other.engine.kv_layout() == one.engine.kv_layout()
+        assert one.engine.kv_layout().block_size == one.info.block_size
+        ids = request.token_ids
+        for changed in (replace(request, salt="other"), replace(request, token_ids=ids[1:] + ids[:1])):
+            assert not set(keys).intersection(one.engine.kv_keys(changed)), "one key for two blocks"
 
 
 async def copied_blocks_are_used(harness: Harness) -> None:

@@ -7,10 +7,10 @@ import asyncio
 from kvolt.core.ids import RequestId
 from kvolt.engines.contract import KvEvents, KvMovable, KvTierable, SealedKv
 from kvolt.testing.cases import cases_in
+from kvolt.testing.engines.block_copies import computed, contents, copy_blocks, placed, prefill_of
 from kvolt.testing.engines.event_cases import blocks_request, blocks_that_fit
-from kvolt.testing.engines.handoff_cases import prefill_of
 from kvolt.testing.engines.harness import Case, Harness, Run, block_hashes, engine_run
-from kvolt.testing.engines.placed_cases import MOST_TO_FILL, computed, contents, copy_blocks, placed
+from kvolt.testing.engines.placed_cases import MOST_TO_FILL
 
 _NAME = RequestId("offload")
 

@@ -15,7 +15,6 @@ from kvolt.engines.contract import features_of
 from kvolt.testing.engines import event_cases as engine_event_cases
 from kvolt.testing.engines import handoff_cases as engine_handoff_cases
 from kvolt.testing.engines import kept_cases as engine_kept_cases
-from kvolt.testing.engines import movable_cases as engine_movable_cases
 from kvolt.testing.engines import parts_cases as engine_parts_cases
 from kvolt.testing.engines import placed_cases as engine_placed_cases
 from kvolt.testing.engines import suite as engine_suite
@@ -41,7 +40,6 @@ TIERS = (
     Tier("core", (), engine_suite.CASES),
     Tier("events", ("KvEvents",), engine_event_cases.CASES),
     Tier("kv-visible", ("KvEvents", "KvVisible"), engine_visible_cases.CASES),
-    Tier("kv-movable", ("KvMovable",), engine_movable_cases.CASES),
     Tier("handoff", ("Prefill",), engine_handoff_cases.CASES),
     Tier(
         "kv-placed",

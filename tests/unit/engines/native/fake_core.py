@@ -21,7 +21,7 @@ from types import SimpleNamespace
 from msgspec.structs import replace
 from xxhash import xxh3_64_intdigest
 
-from kvolt.core.block_key import BlockKeyContext, KvBlock, KvLayout
+from kvolt.core.block_key import BlockKeyContext, KvLayout
 from kvolt.core.card import Capacity, EngineInfo, card_hash
 from kvolt.core.delta import Delta, StepOutput, TokenLogprobs, Usage
 from kvolt.core.errors import ConfigError, InvalidRequest, NotFound, Unsupported
@@ -198,12 +198,6 @@ class FakeCore:
 
     # --- the memory of its blocks, for KvExchange
 
-    def read(self, block: BlockId) -> bytes:
-        return self.memory[block * self.block_bytes : (block + 1) * self.block_bytes]
-
-    def write(self, block: BlockId, data: bytes) -> None:
-        self.memory[block * self.block_bytes : (block + 1) * self.block_bytes] = data
-
 
 def _root(request: Request) -> int:
     return xxh3_64_intdigest((request.lora or "").encode())
@@ -244,7 +238,7 @@ def _delta(new: NewToken) -> Delta:
 class FakeCapabilities:
     def __init__(self, core: FakeCore) -> None:
         self._core = core
-        self._exchange = KvExchange(core.scheduler, core, core.block_bytes)
+        self._exchange = KvExchange(core.scheduler)
         self.adapters: dict[str, str] = {}
         self.prefills = Prefills(core.scheduler, core.abort, time.monotonic, HOLD_S)
 
@@ -269,12 +263,6 @@ class FakeCapabilities:
             block_size=self._core.card.block_size,
             block_bytes=self._core.block_bytes,
         )
-
-    def export_kv(self, keys: Sequence[BlockKey]) -> tuple[KvBlock, ...]:
-        return self._exchange.export_kv(keys)
-
-    def import_kv(self, blocks: Sequence[KvBlock]) -> int:
-        return self._exchange.import_kv(blocks)
 
     def held_kv(self, request_id: RequestId) -> HeldKv:
         return self._exchange.held(request_id)

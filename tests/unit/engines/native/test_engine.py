@@ -26,7 +26,7 @@ from kvolt.core.errors import (
     Overloaded,
     Unsupported,
 )
-from kvolt.core.ids import BlockKey, RequestId, SequenceHash
+from kvolt.core.ids import RequestId, SequenceHash
 from kvolt.core.request import MediaSpan, Sampling
 from kvolt.engines.contract import features_of
 from kvolt.engines.native.shell import core_calls, messages
@@ -355,7 +355,7 @@ async def test_adapters() -> None:
         await reader.finish("r")
         asked = request("x", prompt=20, lora="one")
         assert await engine.match(asked) == 20
-        assert len(await engine.export_kv(engine.kv_keys(asked))) == 5
+        assert len(engine.kv_keys(asked)) == 5
         assert engine.kv_keys(asked) != engine.kv_keys(request("x", prompt=20))
         with pytest.raises(NotFound):
             await engine.unload_lora("three")
@@ -419,32 +419,15 @@ async def test_a_call_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
             await engine.match(request("x"))
 
 
-async def test_blocks_move_in_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with running() as (source, reader), running() as (target, other):
-        monkeypatch.setattr(core_calls, "_MOVE_BYTES", 3 * source.kv_layout().block_bytes)
-        source.submit(request("r", prompt=41))
-        await reader.finish("r")
-        keys = source.kv_keys(request("r", prompt=41))
-        blocks = await source.export_kv((*keys, BlockKey(bytes(16))))
-        assert [block.key for block in blocks] == list(keys)
-        assert await target.import_kv(blocks) == len(keys) == 10
-        damaged = replace(blocks[7], checksum=1)
-        async with running() as (third, _):
-            assert await third.import_kv((*blocks[:7], damaged, *blocks[8:])) == 7
-        target.submit(request("r", prompt=41))
-        await other.finish("r")
-        assert other.tokens == reader.tokens
-
-
 @MODES
 async def test_the_blocks_lie_in_memory_of_the_shell(process: str) -> None:
     async with running(process=process) as (engine, reader):
         engine.submit(request("r", prompt=20))
         await reader.finish("r")
-        (block,) = await engine.export_kv(engine.kv_keys(request("r", prompt=20))[:1])
-        (descriptor,) = engine.kv_memories
+        (slab,), (descriptor,) = engine.kv_slabs(), engine.kv_memories
         with mmap.mmap(descriptor, 0, prot=mmap.PROT_READ) as memory:
-            assert block.data in bytes(memory)
+            assert any(slab.memory)
+            assert bytes(slab.memory) == memory[: len(slab.memory)]
     assert engine.kv_memories == ()
 
 

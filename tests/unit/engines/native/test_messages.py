@@ -50,8 +50,6 @@ def test_every_call_can_be_decoded() -> None:
     arguments = {
         "withdraw": (A,),
         "match": (request(),),
-        "export_kv": ([b"k" * 16],),
-        "import_kv": ([],),
         "held_kv": (A,),
         "computed_kv": (A, 3),
         "allocate_kv": ([b"k" * 16], [7]),

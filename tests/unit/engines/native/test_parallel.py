@@ -177,24 +177,6 @@ def test_each_rank_has_its_heads_in_the_memory_it_was_given(
         assert torch.allclose(shared, whole, atol=1e-5)
 
 
-@pytest.mark.parametrize("is_to_ranks", [True, False], ids=["to ranks", "from ranks"])
-def test_blocks_travel_between_ranks_and_one_that_has_it_all(
-    folder: Path, core: EngineCore, reference: Reference, is_to_ranks: bool
-) -> None:
-    with closing(core_of(folder, **SMALL_ALONE, **TIGHT)) as alone:
-        source, target = (alone, core) if is_to_ranks else (core, alone)
-        assert source.capabilities.kv_layout() == target.capabilities.kv_layout()
-        for each in (source, target):
-            each.capabilities.clear_kv()
-        answer(source, ask("p6", PROMPT, MAX_TOKENS))
-        exported = source.capabilities.export_kv(source.capabilities._exchange.keys(ask("p6", PROMPT)))
-        assert len(exported) == len(PROMPT) // 2
-        assert target.capabilities.import_kv(exported) == len(exported)
-        found = answer(target, ask("p6", PROMPT, MAX_TOKENS, logprobs=NUM_TOP))
-        assert found.cached == (len(PROMPT) - 1) // 2 * 2
-        assert_equal(reference, {"p6": found})
-
-
 def test_whole_blocks_are_offered_where_the_ranks_memories_are_shared(core: EngineCore) -> None:
     assert {"KvMovable", "KvAddressable", "Prefill"} <= set(core.info.features)
 
@@ -206,12 +188,9 @@ def test_where_they_are_not_it_says_so(folder: Path) -> None:
         told = StubRanks()
         setup = SimpleNamespace(device=torch.device("cpu"))
         found = _allocate_others(told, alone.runner.slab, 2, setup, _own_memory)  # type: ignore[arg-type]
-        assert (found, told.memories) == (None, [])
+        assert (found, told.memories) == (False, [])
         blocks = Capabilities(alone, found, time.monotonic)
-        for call in (blocks.export_kv, blocks.import_kv):
-            with pytest.raises(Unsupported, match="tensor_parallel = 1"):
-                call([])
-        with pytest.raises(Unsupported, match="ranks"):
+        with pytest.raises(Unsupported, match="tensor_parallel = 1"):
             blocks.held_kv(RequestId("r"))
         with pytest.raises(Unsupported, match="ranks"):
             blocks.allocate_kv([], [])

@@ -5,11 +5,10 @@ from __future__ import annotations
 import mmap
 import os
 
-import msgspec
 import pytest
 import torch
 
-from kvolt.engines.native.slab import KvSlab, RankSlabs, SlabShape
+from kvolt.engines.native.slab import KvSlab, SlabShape
 
 
 def memory_file(num_bytes: int) -> int:
@@ -59,18 +58,3 @@ def test_bytes_of_other_types_round_trip() -> None:
     slab.tensor[0] = torch.randn(shape.dims[1:]).bfloat16()
     slab.write(1, slab.read(0))
     assert torch.equal(slab.tensor[0], slab.tensor[1])
-
-
-def test_blocks_of_several_ranks_are_read_and_written_as_those_of_one() -> None:
-    """Heads in order of ranks."""
-    ranks = [KvSlab(SHAPE) for _ in range(3)]
-    whole = KvSlab(msgspec.structs.replace(SHAPE, num_kv_heads=6))
-    whole.tensor.copy_(torch.randn(whole.shape.dims))
-    for rank, slab in enumerate(ranks):
-        slab.tensor.copy_(whole.tensor[:, :, :, 2 * rank : 2 * rank + 2])
-    shared = RankSlabs(ranks)
-    assert shared.read(2) == whole.read(2)
-    shared.write(4, whole.read(1))
-    for rank, slab in enumerate(ranks):
-        assert torch.equal(slab.tensor[4], whole.tensor[1, :, :, 2 * rank : 2 * rank + 2])
-        assert torch.equal(slab.tensor[3], whole.tensor[3, :, :, 2 * rank : 2 * rank + 2])

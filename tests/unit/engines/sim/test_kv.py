@@ -9,9 +9,8 @@ from msgspec.structs import replace
 from tests.unit.engines.lab import is_empty, make_request
 from tests.unit.engines.sim.test_engine import Steps, run_engine
 
-from kvolt.core.block_key import KvBlock
 from kvolt.core.errors import Cancelled, EngineFailed
-from kvolt.core.ids import RequestId
+from kvolt.core.ids import BlockKey, RequestId, SequenceHash
 from kvolt.core.kv_events import Cleared, Stored
 from kvolt.core.latency import LatencyModel
 from kvolt.engines.sim.engine import SimArguments, SimEngine
@@ -41,9 +40,12 @@ def test_blocks_are_known_by_their_bytes() -> None:
     assert memory.check(BLOCKS[:2], CONTENTS[:2]) == 0, "its neighbours are as they were"
 
 
-def damaged(block: KvBlock) -> KvBlock:
-    """Wrong, and sealed as if it were right."""
-    return replace(block, data=bytes([block.data[0] ^ 1]) + block.data[1:]).seal()
+def damage(engine: SimEngine, key: BlockKey) -> None:
+    """Flip a bit of a cached block."""
+    block = engine._scheduler.pool.block_of(key)
+    assert block is not None
+    data = engine._memory.read(block)
+    engine._memory.write(block, bytes([data[0] ^ 1]) + data[1:])
 
 
 @pytest.mark.parametrize("at", [0, 2])
@@ -51,19 +53,15 @@ def damaged(block: KvBlock) -> KvBlock:
 def test_an_answer_from_wrong_bytes_is_a_wrong_answer(at: int, say: str | None) -> None:
     request = make_request(prompt=50, tokens=10)
 
-    async def right(engine: SimEngine, steps: Steps) -> None:
+    async def body(engine: SimEngine, steps: Steps) -> None:
         engine.submit(request)
         await asyncio.sleep(60)
-        expected.extend(steps.tokens("r"))
-        blocks.extend(await engine.export_kv(engine.kv_keys(request)))
-
-    async def wrong(engine: SimEngine, steps: Steps) -> None:
-        given = [damaged(block) if index == at else block for index, block in enumerate(blocks)]
-        assert await engine.import_kv(given) == 3
-        engine.submit(request)
+        expected = steps.tokens("r")
+        damage(engine, engine.kv_keys(request)[at])
+        engine.submit(replace(request, request_id=RequestId("wrong")))
         await asyncio.sleep(60)
-        assert steps.deltas("r")[0].cached_tokens == 48
-        said = steps.tokens("r")
+        assert steps.deltas("wrong")[0].cached_tokens == 48
+        said = steps.tokens("wrong")
         assert sum(one == other for one, other in zip(said, expected, strict=True)) < 3, (
             "hardly a token is right"
         )
@@ -72,11 +70,7 @@ def test_an_answer_from_wrong_bytes_is_a_wrong_answer(at: int, say: str | None) 
         await asyncio.sleep(60)
         assert steps.tokens("again") == expected, "computed anew it is right again"
 
-    expected: list[int] = []
-    blocks: list[KvBlock] = []
-    run_engine(replace(ARGUMENTS, answer_text=say), right)
-    assert len(blocks) == 3
-    run_engine(replace(ARGUMENTS, answer_text=say), wrong)
+    run_engine(replace(ARGUMENTS, answer_text=say), body)
 
 
 def test_blocks_overwritten_under_a_running_answer_change_it() -> None:
@@ -105,18 +99,21 @@ def test_kv_computed_from_wrong_kv_is_wrong_as_well() -> None:
         engine.submit(replace(request, request_id=RequestId("first"), token_ids=request.token_ids[:17]))
         await asyncio.sleep(20)
         keys = engine.kv_keys(request)
-        good = await engine.export_kv(keys[:1])
-        await engine.clear_kv()
-        await engine.import_kv([damaged(good[0])])
+        damage(engine, keys[0])
+
+        def contents() -> list[bytes]:
+            blocks = [engine._scheduler.pool.block_of(key) for key in keys]
+            return [engine._memory.read(block) for block in blocks if block is not None]
+
         engine.submit(replace(request, request_id=RequestId("second")))
         await asyncio.sleep(20)
-        poisoned = await engine.export_kv(keys)
+        poisoned = contents()
         await engine.clear_kv()
         engine.submit(replace(request, request_id=RequestId("third")))
         await asyncio.sleep(20)
-        sound = await engine.export_kv(keys)
+        sound = contents()
         assert len(poisoned) == len(sound) == 4
-        assert all(one.data != other.data for one, other in zip(poisoned, sound, strict=True))
+        assert all(one != other for one, other in zip(poisoned, sound, strict=True))
         right = answer_tokens(request.token_ids, 1, 12, word_token_ids())
         assert steps.tokens("third") == right != steps.tokens("second")
 
@@ -142,10 +139,10 @@ def test_changes_without_a_step_are_reported_at_once() -> None:
     async def body(engine: SimEngine, steps: Steps) -> None:
         engine.submit(request)
         await asyncio.sleep(10)
-        blocks = await engine.export_kv(engine.kv_keys(request))
         assert await engine.clear_kv() == 3
         await asyncio.sleep(0)
-        assert await engine.import_kv(blocks[:2]) == 2
+        allocation = await engine.allocate_kv(engine.kv_keys(request)[:2], [SequenceHash(1), SequenceHash(2)])
+        await engine.commit_kv(allocation, 2)
         await asyncio.sleep(0)
         assert [time for time, _ in steps] == [1.0, 10.0, 10.0]
         assert [type(change) for _, step in steps for change in step.kv_changes] == [Stored, Cleared, Stored]

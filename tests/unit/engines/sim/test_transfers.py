@@ -10,16 +10,14 @@ import pytest
 from msgspec.structs import replace
 from tests.unit.engines.lab import make_request
 
-from kvolt.core.block_key import KvBlock
 from kvolt.core.errors import ConfigError
-from kvolt.core.ids import RequestId
+from kvolt.core.ids import RequestId, SequenceHash
 from kvolt.core.latency import LatencyModel
-from kvolt.core.request import Role
+from kvolt.core.request import Request, Role
 from kvolt.engines.contract import EngineSpec
 from kvolt.engines.registry import check_arguments
 from kvolt.engines.sim.engine import SimArguments, SimEngine
-from kvolt.engines.sim.links import SimLink
-from kvolt.engines.sim.transfers import NETWORK_IN, NETWORK_OUT, SimTransfers
+from kvolt.kv import BlockId
 from kvolt.runtime.tasks import Scope
 from kvolt.testing import run_virtual
 
@@ -27,28 +25,23 @@ SPEC = EngineSpec(model="sim-tiny", role=Role.AGGREGATED)
 PLAIN = SimArguments(latency=LatencyModel(base_s=0.001))
 BLOCK = 16 * 1000
 """Bytes of a block with a thousand bytes per token."""
-LINKED = replace(PLAIN, kv_bytes_per_token=1000, link_in_bytes_per_s=BLOCK, link_out_bytes_per_s=2 * BLOCK)
+LINKED = replace(PLAIN, kv_bytes_per_token=1000, link_in_bytes_per_s=BLOCK)
 
 T = TypeVar("T")
 
 
-async def blocks_of(num_blocks: int, first: int = 0) -> list[KvBlock]:
-    """Made by an engine without links. `first` makes other blocks of them."""
-    engine = SimEngine(SPEC, PLAIN)
-    request = replace(make_request(tokens=1), token_ids=(first + 3, *range(4, 3 + 16 * num_blocks)))
-    async with Scope("source") as scope:
+def prompt(first: int) -> Request:
+    """A prompt of four blocks. `first` makes other blocks of them."""
+    return replace(make_request(), token_ids=(first + 3, *range(4, 3 + 64), 1))
 
-        async def read() -> None:
-            async for _ in engine.steps():
-                pass
 
-        scope.start(read(), "steps")
-        engine.submit(request)
-        await asyncio.sleep(1.0)
-        blocks = await engine.export_kv(engine.kv_keys(request))
-        await engine.close()
-    assert len(blocks) == num_blocks
-    return list(blocks)
+async def receive(engine: SimEngine, first: int = 0) -> int:
+    """Number of blocks that are found after four have been received."""
+    keys = engine.kv_keys(prompt(first))
+    hashes = [SequenceHash(100 * first + number) for number in range(len(keys))]
+    allocation = await engine.allocate_kv(keys, hashes)
+    await engine.commit_kv(allocation, len(allocation.blocks))
+    return await engine.match(prompt(first)) // 16
 
 
 async def took(work: Awaitable[T]) -> tuple[T, float]:
@@ -60,22 +53,7 @@ async def took(work: Awaitable[T]) -> tuple[T, float]:
 
 def test_without_links_moving_takes_no_time() -> None:
     async def main() -> None:
-        engine = SimEngine(SPEC, PLAIN)
-        blocks = await blocks_of(4)
-        assert await took(engine.import_kv(blocks)) == (4, 0.0)
-        exported, time_s = await took(engine.export_kv([block.key for block in blocks]))
-        assert (len(exported), time_s) == (4, 0.0)
-
-    run_virtual(main)
-
-
-def test_moving_takes_as_long_as_the_link_says() -> None:
-    async def main() -> None:
-        engine = SimEngine(SPEC, LINKED)
-        blocks = await blocks_of(4)
-        assert await took(engine.import_kv(blocks)) == (4, pytest.approx(4.0))
-        exported, time_s = await took(engine.export_kv([block.key for block in blocks]))
-        assert (list(exported), time_s) == (blocks, pytest.approx(2.0)), "the way out is twice as fast"
+        assert await took(receive(SimEngine(SPEC, PLAIN))) == (4, 0.0)
 
     run_virtual(main)
 
@@ -83,14 +61,9 @@ def test_moving_takes_as_long_as_the_link_says() -> None:
 def test_two_that_come_in_at_once_take_twice_as_long() -> None:
     async def main() -> None:
         engine = SimEngine(SPEC, LINKED)
-        one, other = await blocks_of(4), await blocks_of(4, first=9)
-        both = await asyncio.gather(took(engine.import_kv(one)), took(engine.import_kv(other)))
+        assert await took(receive(engine)) == (4, pytest.approx(4.0))
+        both = await asyncio.gather(took(receive(engine, 9)), took(receive(engine, 10)))
         assert both == [(4, pytest.approx(8.0)), (4, pytest.approx(8.0))]
-        # What goes out is on another wire.
-        crossing = await asyncio.gather(
-            took(engine.import_kv(one)), took(engine.export_kv([block.key for block in other]))
-        )
-        assert [time_s for _, time_s in crossing] == [pytest.approx(4.0), pytest.approx(2.0)]
 
     run_virtual(main)
 
@@ -98,40 +71,20 @@ def test_two_that_come_in_at_once_take_twice_as_long() -> None:
 def test_blocks_are_found_when_they_have_arrived_and_not_before() -> None:
     async def main() -> None:
         engine = SimEngine(SPEC, LINKED)
-        blocks = await blocks_of(4)
-        request = replace(make_request(), token_ids=(3, *range(4, 3 + 64), 1))
-        coming = asyncio.get_running_loop().create_task(engine.import_kv(blocks))
+        coming = asyncio.get_running_loop().create_task(receive(engine))
         await asyncio.sleep(3.9)
-        assert await engine.match(request) == 0
-        await coming
-        assert await engine.match(request) == 64
+        assert await engine.match(prompt(0)) == 0
+        assert await coming == 4
 
     run_virtual(main)
 
 
 def test_speed_and_latency() -> None:
     async def main() -> None:
-        blocks = await blocks_of(4)
         engine = SimEngine(SPEC, replace(LINKED, link_latency_s=0.5))
-        assert await took(engine.import_kv(blocks)) == (4, pytest.approx(4.5))
+        assert await took(receive(engine)) == (4, pytest.approx(4.5))
         engine = SimEngine(SPEC, replace(LINKED, link_latency_s=0.5, speed=10.0))
-        assert await took(engine.import_kv(blocks)) == (4, pytest.approx(0.45))
-
-    run_virtual(main)
-
-
-def test_engines_of_one_machine_may_share_its_links() -> None:
-    async def main() -> None:
-        links = [SimLink(NETWORK_IN, BLOCK), SimLink(NETWORK_OUT, BLOCK)]
-        shared = SimTransfers(links, asyncio.get_running_loop().time)
-        engines = [
-            SimEngine(SPEC, replace(PLAIN, kv_bytes_per_token=1000), transfers=shared) for _ in range(3)
-        ]
-        blocks = await blocks_of(2)
-        moved = await asyncio.gather(*(took(engine.import_kv(blocks)) for engine in engines))
-        assert moved == [(2, pytest.approx(6.0))] * 3
-        await engines[0].close()
-        assert await took(engines[1].import_kv(blocks)) == (2, pytest.approx(2.0)), "the others go on"
+        assert await took(receive(engine)) == (4, pytest.approx(0.45))
 
     run_virtual(main)
 
@@ -139,29 +92,23 @@ def test_engines_of_one_machine_may_share_its_links() -> None:
 def test_a_move_that_is_given_up_is_given_to_the_others() -> None:
     async def main() -> None:
         engine = SimEngine(SPEC, LINKED)
-        one, other = await blocks_of(4), await blocks_of(4, first=9)
-        loop = asyncio.get_running_loop()
-        given_up = loop.create_task(engine.import_kv(other))
-        staying = loop.create_task(took(engine.import_kv(one)))
+        given_up = asyncio.get_running_loop().create_task(receive(engine, 9))
+        staying = asyncio.get_running_loop().create_task(took(receive(engine)))
         await asyncio.sleep(2.0)
         given_up.cancel()
         assert await staying == (4, pytest.approx(5.0))
-        assert await engine.match(replace(make_request(), token_ids=(12, *range(4, 3 + 64), 1))) == 0
+        assert await engine.match(prompt(9)) == 0
 
     run_virtual(main)
 
 
-def test_an_engine_that_closes_gets_and_gives_nothing_more() -> None:
+def test_an_engine_that_closes_gets_nothing_more() -> None:
     async def main() -> None:
         engine = SimEngine(SPEC, LINKED)
-        blocks = await blocks_of(4)
-        await engine.import_kv(blocks)
-        loop = asyncio.get_running_loop()
-        coming = loop.create_task(engine.import_kv(await blocks_of(4, first=9)))
-        going = loop.create_task(engine.export_kv([block.key for block in blocks]))
+        coming = asyncio.get_running_loop().create_task(receive(engine))
         await asyncio.sleep(0.5)
         await engine.close()
-        assert (await coming, await going) == (0, ())
+        assert await coming == 0
 
     run_virtual(main)
 
@@ -190,9 +137,12 @@ def test_a_handoff_waits_for_its_blocks() -> None:
         async with Scope("source") as scope:
             scope.start(read(source), "steps")
             handoff = await source.prefill(request)
-            blocks = await source.export_kv(source.kv_keys(request))
-            num_here, time_s = await took(target.import_kv(blocks))
-            assert (num_here, time_s) == (len(blocks), pytest.approx(len(blocks)))
+            held = await source.held_kv(RequestId("r"))
+            allocation = await target.allocate_kv(held.keys, held.hashes)
+            for theirs, ours in zip(held.blocks, allocation.blocks, strict=True):
+                target._memory.write(BlockId(ours), source._memory.read(BlockId(theirs)))
+            _, time_s = await took(target.commit_kv(allocation, len(held.blocks)))
+            assert time_s == pytest.approx(4.0)
             await source.release_prefill(RequestId("r"))
             target.submit(replace(request, handoff=handoff))
             assert handoff.first_tokens is not None
@@ -208,5 +158,5 @@ def test_a_handoff_waits_for_its_blocks() -> None:
 def test_on_paper_nothing_travels() -> None:
     with pytest.raises(ConfigError, match="trace blocks have no content to transfer"):
         check_arguments("sim", {"trace_blocks": True, "link_in_bytes_per_s": 1e9})
-    with pytest.raises(ConfigError, match="link_out_bytes_per_s"):
-        check_arguments("sim", {"link_out_bytes_per_s": 0})
+    with pytest.raises(ConfigError, match="link_in_bytes_per_s"):
+        check_arguments("sim", {"link_in_bytes_per_s": 0})

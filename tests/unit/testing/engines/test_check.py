@@ -76,7 +76,7 @@ def test_an_engine_that_keeps_the_contract(capsys: pytest.CaptureFixture[str]) -
     assert told[0] == "offers KvEvents, KvVisible, KvMovable, KvAddressable, KvTierable, Prefill"
     assert told[-1].endswith(", 0 FAILED, 0 not run, 0 not offered")
     verdicts = {tuple(line[:23].split()) for line in told[1:-1]}
-    tiers = ("core", "events", "kv-visible", "kv-movable", "handoff", "kv-placed", "kv-tiers")
+    tiers = ("core", "events", "kv-visible", "handoff", "kv-placed", "kv-tiers")
     assert verdicts == {(tier, "ok") for tier in tiers}
 
 
@@ -105,12 +105,12 @@ def test_a_failure_says_what_and_where(
 def test_what_is_not_offered_is_not_asked(capsys: pytest.CaptureFixture[str]) -> None:
     """Though the class has the methods: the engine's own word counts."""
     told = lines(
-        capsys, "bad", "--arg", "fault=shy", "--only", "match_counts", "--only", "blocks_move_between_engines"
+        capsys, "bad", "--arg", "fault=shy", "--only", "match_counts", "--only", "copied_blocks_are_used"
     )
     assert told == [
         "offers KvEvents",
         "kv-visible not offered match_counts_held_blocks: needs KvVisible",
-        "kv-movable not offered blocks_move_between_engines: needs KvMovable",
+        "kv-placed  not offered copied_blocks_are_used: needs Prefill, KvAddressable",
         "0 ok, 0 FAILED, 0 not run, 2 not offered",
     ]
 

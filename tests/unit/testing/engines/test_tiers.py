@@ -12,7 +12,6 @@ from tests.unit.engines.lab import ScriptedEngine
 from tests.unit.testing.toy_engine import BLOCK_BYTES, Choice, Job, ToyArguments, ToyEngine
 from tests.unit.testing.toy_store import Entry
 
-from kvolt.core.block_key import KvBlock
 from kvolt.core.delta import StepOutput
 from kvolt.core.errors import NotFound
 from kvolt.core.ids import BlockKey, InstanceId, RequestId, SequenceHash
@@ -24,7 +23,6 @@ from kvolt.testing import run_virtual
 from kvolt.testing.engines import event_cases as events
 from kvolt.testing.engines import handoff_cases as handoff
 from kvolt.testing.engines import kept_cases as kept
-from kvolt.testing.engines import movable_cases as movable
 from kvolt.testing.engines import parts_cases as parts
 from kvolt.testing.engines import placed_cases as placed
 from kvolt.testing.engines import tierable_cases as tierable
@@ -184,53 +182,6 @@ class _HidesContents(ToyEngine):
 class _ContentsUnsorted(ToyEngine):
     async def kv_contents(self) -> tuple[Stored, ...]:
         return (await super().kv_contents())[::-1]
-
-
-class _Trusting(ToyEngine):
-    """Does not look at checksums."""
-
-    def __init__(self, spec: EngineSpec, arguments: ToyArguments) -> None:
-        super().__init__(spec, arguments)
-        self.store.accepts = lambda block: len(block.data) == BLOCK_BYTES  # type: ignore[method-assign]
-
-
-class _TakesAnySize(ToyEngine):
-    def __init__(self, spec: EngineSpec, arguments: ToyArguments) -> None:
-        super().__init__(spec, arguments)
-        self.store.accepts = lambda block: block.is_intact  # type: ignore[method-assign]
-
-
-class _TakesOrphans(ToyEngine):
-    async def import_kv(self, blocks: Sequence[KvBlock]) -> int:
-        await super().import_kv(blocks)
-        return len(blocks)
-
-
-class _ImportsNothing(ToyEngine):
-    async def import_kv(self, blocks: Sequence[KvBlock]) -> int:
-        return len(blocks)
-
-
-class _ImportDropsOthers(ToyEngine):
-    """Makes room at the cost of those who compute."""
-
-    async def import_kv(self, blocks: Sequence[KvBlock]) -> int:
-        for job in self._jobs.values():
-            for choice in job.choices:
-                for entry in choice.entries:
-                    entry.place[:] = bytes(BLOCK_BYTES)
-        return await super().import_kv(blocks)
-
-
-class _ExportsUnsealed(ToyEngine):
-    async def export_kv(self, keys: Sequence[BlockKey]) -> tuple[KvBlock, ...]:
-        return tuple(replace(block, checksum=0) for block in await super().export_kv(keys))
-
-
-class _ExportsPastGaps(ToyEngine):
-    async def export_kv(self, keys: Sequence[BlockKey]) -> tuple[KvBlock, ...]:
-        held = [key for key in keys if key in self.store.named]
-        return await super().export_kv(held)
 
 
 class _OwnKeys(ToyEngine):
@@ -605,18 +556,9 @@ FAULTS = [
     (_ContentsUnsorted, visible.contents_match_events),
     (_ForgetsToTellClears, visible.contents_match_events),
     (_MatchRegisters, visible.reads_change_nothing),
-    (_OwnKeys, movable.keys_identify_contents),
-    (_NoSalt, movable.keys_identify_contents),
-    (_ExportsUnsealed, movable.exports_are_sealed_and_in_order),
-    (_ExportsPastGaps, movable.exports_are_sealed_and_in_order),
-    (_ImportsNothing, movable.blocks_move_between_engines),
-    (_TellsNothing, movable.blocks_move_between_engines),
-    (_TakesOrphans, movable.partial_prefix_moves),
-    (_Trusting, movable.corrupt_block_is_a_miss),
-    (_TakesAnySize, movable.corrupt_block_is_a_miss),
-    (_ImportsNothing, movable.corrupt_block_is_a_miss),
-    (_ImportDropsOthers, movable.import_while_computing),
-    (_ImportsNothing, handoff.decode_continues_after_prefill),
+    (_OwnKeys, placed.keys_identify_contents),
+    (_NoSalt, placed.keys_identify_contents),
+    (_SettlesNothing, handoff.decode_continues_after_prefill),
     (_TellsFirstTwice, handoff.decode_continues_after_prefill),
     (_SamplesAnotherFirst, handoff.decode_continues_after_prefill),
     (_TellsFirstTwice, handoff.each_choice_has_its_first_token),

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvolt.core.block_key import BlockKeyChain, KvBlock, KvLayout
+from kvolt.core.block_key import BlockKeyChain, KvLayout
 from kvolt.core.errors import EngineFailed, InvalidRequest, KvoltError, NotFound, Unsupported
 from kvolt.core.ids import BlockKey, RequestId, SequenceHash
 from kvolt.core.kv_events import Stored
@@ -29,7 +29,6 @@ from kvolt.transfer.memory.slabs import Slab
 
 log = logging.getLogger(__name__)
 
-_MOVE_BYTES = 8 * 1024 * 1024
 """Bytes of blocks per message; steps continue between messages."""
 
 
@@ -74,30 +73,6 @@ class CoreCalls:
                 raise InvalidRequest(f"no adapter {request.lora!r} is loaded", param="lora")
             context = msgspec.structs.replace(context, lora=digest, salt=request.salt)
         return tuple(BlockKeyChain(context, request.media).extend(request.token_ids))
-
-    async def export_kv(self, keys: Sequence[BlockKey]) -> tuple[KvBlock, ...]:
-        exported: list[KvBlock] = []
-        for start in range(0, len(keys), self._blocks_at_once):
-            part = keys[start : start + self._blocks_at_once]
-            blocks = await self._link.call(messages.EXPORT_KV, list(part))
-            exported += blocks
-            if len(blocks) < len(part):
-                break
-        return tuple(exported)
-
-    async def import_kv(self, blocks: Sequence[KvBlock]) -> int:
-        num_imported = 0
-        for start in range(0, len(blocks), self._blocks_at_once):
-            part = blocks[start : start + self._blocks_at_once]
-            count = await self._link.call(messages.IMPORT_KV, list(part))
-            num_imported += count
-            if count < len(part):
-                break
-        return num_imported
-
-    @property
-    def _blocks_at_once(self) -> int:
-        return max(1, _MOVE_BYTES // self.kv_layout().block_bytes)
 
     # --- KvAddressable
 

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from kvolt.core.block_key import BlockKeyContext, KvBlock, KvLayout
+from kvolt.core.block_key import BlockKeyContext, KvLayout
 from kvolt.core.card import EngineInfo, ModelCard
 from kvolt.core.delta import Delta, StepOutput
 from kvolt.core.errors import ErrorInfo
@@ -175,8 +175,6 @@ WITHDRAW: Method[bool] = Method("withdraw", tuple[RequestId], bool)
 CLEAR_KV: Method[int] = Method("clear_kv", tuple[()], int)
 MATCH: Method[int] = Method("match", tuple[Request], int)
 KV_CONTENTS: Method[tuple[Stored, ...]] = Method("kv_contents", tuple[()], tuple[Stored, ...])
-EXPORT_KV: Method[tuple[KvBlock, ...]] = Method("export_kv", tuple[list[BlockKey]], tuple[KvBlock, ...])
-IMPORT_KV: Method[int] = Method("import_kv", tuple[list[KvBlock]], int)
 HELD_KV: Method[HeldKv] = Method("held_kv", tuple[RequestId], HeldKv)
 COMPUTED_KV: Method[HeldKv] = Method("computed_kv", tuple[RequestId, int], HeldKv, None)  # as long as PREFILL
 ALLOCATE_KV: Method[KvAllocation] = Method(
