@@ -241,7 +241,7 @@ def num_workers(url: str) -> int:
 
 
 def metric_total(url: str, name: str) -> float:
-    """All series of a metric together."""
+    """All series of a metric together; `name` is a regular expression."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=30) as response:
         text = response.read().decode()
     return sum(map(float, re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)))

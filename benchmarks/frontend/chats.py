@@ -135,7 +135,9 @@ def _row(number: int, edge: Edge, conversations: Sequence[Sequence[bytes]]) -> C
 
 def _counters(edge: Edge) -> list[float]:
     names = ("input_sequence_tokens_sum", "tokenizer_cache_cached_tokens_total")
-    return [metric_total(f"http://127.0.0.1:{edge.port}", f"kvolt_frontend_{name}") for name in names]
+    return [
+        metric_total(f"http://127.0.0.1:{edge.port}", f"(?:kvolt|dynamo)_frontend_{name}") for name in names
+    ]
 
 
 _CPU = Figure("CPU us per request", "cpu_us_per_request", ",.0f")

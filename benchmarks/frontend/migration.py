@@ -4,27 +4,22 @@
 
 Run from the repository's root. Each round restarts each system: a frontend and two processes of one mock worker
 each, kvolt's at the speed of Dynamo's mocker (the same step times, blocks of 64 tokens, 16,384 of them). When every
-client has some tokens one worker gets SIGKILL. A gap is the time between two reads of a client with events: the worst
-one of all streams is reported. kvolt's simulated answers depend on nothing but their prompts, so their texts are
-compared with those that the other worker gives afterwards, undisturbed; Dynamo's are random, and only their tokens
-are counted.
+client has some tokens one worker gets SIGKILL. A gap is the time between two events of a stream: the worst one of all
+streams is reported. kvolt's simulated answers depend on nothing but their prompts, so their texts are compared with
+those that the other worker gives afterwards, undisturbed; Dynamo's are random, and only their tokens are counted.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import random
 import signal
 import subprocess
-import time
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import NamedTuple
 
 import msgspec
@@ -42,7 +37,7 @@ from benchmarks.frontend.edges import (
     start_mockers,
     start_workers,
 )
-from benchmarks.frontend.prompts import chat_request, few_words
+from benchmarks.frontend.prompts import chat_body, few_words
 from benchmarks.harness import (
     BrokenRun,
     Figure,
@@ -57,6 +52,12 @@ from benchmarks.harness import (
 )
 from benchmarks.processes import KVOLT, Processes, free_port, metric_total
 
+from kvolt.bench.load.exchange import Exchange, RequestPlan
+from kvolt.bench.load.sample import Sample
+from kvolt.runtime.http.client import HttpClient
+from kvolt.runtime.http.client_call import Timeouts
+from kvolt.runtime.http.server_url import ServerUrl
+
 _BLOCK_SIZE, _KV_BLOCKS, _MAX_SEQS, _MAX_BATCH_TOKENS = 64, 16_384, 256, 8192
 _MIGRATION_LIMIT = 3
 _SYSTEMS = {
@@ -65,8 +66,6 @@ _SYSTEMS = {
     "dynamo-migrating": f"{DYNAMO_NAME}, --migration-limit {_MIGRATION_LIMIT}",
 }
 _PROMPT_WORDS = 200
-_EVENT = b"data: "
-_LAST_EVENT = b"data: [DONE]"
 _WAIT_S = 120.0
 
 
@@ -118,32 +117,33 @@ def main() -> None:
 def _strike(name: str, number: int, plan: Plan, system: Dynamo | tiny_model.TinyModel) -> Row:
     rng = random.Random(number)
     prompts = [few_words(_PROMPT_WORDS, rng) for _ in range(plan.streams)]
-    requests = [chat(prompt, plan.tokens) for prompt in prompts]
+    bodies = [chat(prompt, plan.tokens) for prompt in prompts]
     with _served(name, system) as (port, victim):
 
         def strike() -> None:
             os.killpg(victim.pid, signal.SIGKILL)
 
-        answers = asyncio.run(read_all(port, requests, plan.strike_at, strike))
-        num_moved = metric_total(f"http://127.0.0.1:{port}", "kvolt_frontend_model_migration_total")
-        undisturbed = asyncio.run(read_all(port, requests)) if name == "kvolt" else None
-    num_equal = (
-        None
-        if undisturbed is None
-        else sum(
-            answer.is_whole and answer.text == whole.text
-            for answer, whole in zip(answers, undisturbed, strict=True)
+        answers = asyncio.run(read_all(port, bodies, plan.strike_at, strike))
+        num_moved = metric_total(
+            f"http://127.0.0.1:{port}", "(?:kvolt|dynamo)_frontend_model_migration_total"
         )
-    )
+        undisturbed = asyncio.run(read_all(port, bodies)) if name == "kvolt" else None
+    whole = [each.sample.error is None and each.sample.output_tokens == plan.tokens for each in answers]
+    num_equal = None
+    if undisturbed is not None:
+        pairs = zip(answers, undisturbed, strict=True)
+        num_equal = sum(one.sample.error is None and one.text == other.text for one, other in pairs)
     return Row(
         round=number,
         system=name,
         num_streams=len(answers),
-        num_whole=sum(answer.is_whole and answer.num_tokens == plan.tokens for answer in answers),
+        num_whole=sum(whole),
         num_equal=num_equal,
         num_moved=int(num_moved),
-        worst_gap_s=max(answer.worst_gap_s for answer in answers),
-        errors=Counter(each.error or "ended without an error" for each in answers if not each.is_whole),
+        worst_gap_s=max(each.sample.max_gap_s for each in answers),
+        errors=Counter(
+            f"{each.sample.error}: {each.sample.message}" for each in answers if each.sample.error
+        ),
     )
 
 
@@ -190,101 +190,55 @@ def _num_dynamo_workers(port: int) -> int:
 # --- the clients
 
 
-class Seen(msgspec.Struct, frozen=True):
+class Answer(msgspec.Struct, frozen=True):
     """One answer, as its client saw it."""
 
-    is_whole: bool
-    """It ended as answers end, without an error in it."""
-    num_tokens: int
+    sample: Sample
     text: str
-    worst_gap_s: float
-    error: str | None = None
-
-
-@dataclass(slots=True, eq=False)
-class Reading:
-    """One answer on its way."""
-
-    request: bytes
-    reads: list[tuple[float, bytes]] = field(default_factory=list)
-    num_events: int = 0
-
-    async def run(self, port: int) -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        try:
-            writer.write(self.request)
-            while data := await reader.read(1 << 16):
-                self.reads.append((time.perf_counter(), data))
-                self.num_events += data.count(_EVENT)
-        except OSError:
-            pass  # what came until then is all there is
-        finally:
-            writer.close()
-
-    def seen(self) -> Seen:
-        events = _events(b"".join(data for _, data in self.reads))
-        text, num_tokens, error = [], 0, None
-        for event in events:
-            body = json.loads(event)
-            if "error" in body or "choices" not in body:
-                error = str(body)[:200]
-                continue
-            text += [choice.get("delta", {}).get("content") or "" for choice in body["choices"]]
-            num_tokens = (body.get("usage") or {}).get("completion_tokens", num_tokens)
-        times = [at for at, data in self.reads if _EVENT in data]
-        gaps = [later - earlier for earlier, later in pairwise(times)]
-        is_whole = error is None and any(_LAST_EVENT in data for _, data in self.reads)
-        return Seen(is_whole, num_tokens, "".join(text), max(gaps, default=0.0), error)
 
 
 def chat(prompt: str, max_tokens: int) -> bytes:
-    """A request for a connection of its own. Reads are kept as they come, and looked at afterwards."""
-    usage = {"include_usage": True}
     messages = [{"role": "user", "content": prompt}]
-    return chat_request(messages, max_tokens, "Connection: close\r\n", temperature=0.0, stream_options=usage)
+    return chat_body(messages, max_tokens, temperature=0.0, stream_options={"include_usage": True})
 
 
 async def read_all(
-    port: int, requests: Sequence[bytes], strike_at: int = 0, strike: Callable[[], None] | None = None
-) -> list[Seen]:
-    """All answers at once. When each has so many events, something happens."""
-    readings = [Reading(request) for request in requests]
-    running = [asyncio.ensure_future(reading.run(port)) for reading in readings]
-    try:
-        async with asyncio.timeout(_WAIT_S):
+    port: int, bodies: Sequence[bytes], strike_at: int = 0, strike: Callable[[], None] | None = None
+) -> list[Answer]:
+    """All answers at once. When each has so many events, `strike` is called."""
+    answers: dict[int, Answer] = {}
+    has_ended = asyncio.Event()
+
+    def on_end(exchange: Exchange, sample: Sample) -> None:
+        answers[sample.number] = Answer(sample, exchange.answer.text)
+        if len(answers) == len(bodies):
+            has_ended.set()
+
+    loop = asyncio.get_running_loop()
+    async with HttpClient(ServerUrl.parse(f"127.0.0.1:{port}"), max_connections=len(bodies)) as client:
+        exchanges = []
+        for number, body in enumerate(bodies):
+            plan = RequestPlan(
+                number=number,
+                session=number,
+                turn=0,
+                due_s=0.0,
+                started_s=0.0,
+                input_tokens=0,
+                keep_text=True,
+            )
+            exchanges.append(Exchange(plan, loop.time(), loop.time, lambda gap_s, times: None, on_end))
+            timeouts = Timeouts(_WAIT_S, _WAIT_S)
+            exchanges[-1].call = client.send("/v1/chat/completions", body, exchanges[-1], timeouts)
+        async with asyncio.timeout(2 * _WAIT_S):
             if strike is not None:
-                while not all(reading.num_events >= strike_at for reading in readings):
-                    if any(task.done() for task in running):
+                while not all(each.answer.num_events >= strike_at for each in exchanges):
+                    if answers:
                         raise BrokenRun("an answer ended before anything happened: it is too short")
                     await asyncio.sleep(0.005)
                 strike()
-            await asyncio.gather(*running)
-    except TimeoutError:
-        for task in running:
-            task.cancel()
-    return [reading.seen() for reading in readings]
-
-
-def _events(raw: bytes) -> list[bytes]:
-    """The events of a response but the last; of one that is no stream its whole body."""
-    head, _, rest = raw.partition(b"\r\n\r\n")
-    body = _joined(rest) if b"chunked" in head.lower() else rest
-    if not head.startswith(b"HTTP/1.1 200"):
-        return [body] if body.startswith(b"{") else [json.dumps({"error": head.decode()}).encode()]
-    events = [line[len(_EVENT) :] for line in body.split(b"\n") if line.startswith(_EVENT)]
-    return [event.strip() for event in events if event.strip() != b"[DONE]"]
-
-
-def _joined(chunks: bytes) -> bytes:
-    parts: list[bytes] = []
-    at = 0
-    while (end := chunks.find(b"\r\n", at)) > 0:
-        size = int(chunks[at:end].split(b";")[0], 16)
-        if not size:
-            break
-        parts.append(chunks[end + 2 : end + 2 + size])
-        at = end + 4 + size
-    return b"".join(parts)
+            await has_ended.wait()
+    return [answers[number] for number in range(len(bodies))]
 
 
 # --- the report

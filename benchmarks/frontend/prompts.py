@@ -49,14 +49,17 @@ def _documentation() -> list[str]:
     return [word for word in text.split() if word.isascii()]
 
 
-def chat_request(
-    messages: Sequence[dict[str, str]], max_tokens: int, head: str = "", **more: object
-) -> bytes:
-    """A whole HTTP request, with further fields of the head and of the body."""
+def chat_body(messages: Sequence[dict[str, str]], max_tokens: int, **more: object) -> bytes:
+    """Body of a streamed chat request, with further fields."""
     fields = {"model": tiny_model.NAME, "stream": True, "max_tokens": max_tokens, "ignore_eos": True, **more}
-    body = json.dumps({**fields, "messages": messages}, ensure_ascii=False).encode()
-    start = "POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-    return f"{start}{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+    return json.dumps({**fields, "messages": messages}, ensure_ascii=False).encode()
+
+
+def chat_request(messages: Sequence[dict[str, str]], max_tokens: int) -> bytes:
+    """A whole HTTP request."""
+    body = chat_body(messages, max_tokens)
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
 def prompt_requests(
