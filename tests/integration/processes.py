@@ -27,6 +27,7 @@ from typing import Any, Self
 import httpx
 import msgspec
 import psutil
+from tests.waits import unexpected_lines
 from tokenizers import Tokenizer
 
 from kvolt.api.cluster import ProcessView, visit
@@ -302,7 +303,7 @@ class Bench:
     def status(self, *arguments: str) -> list[dict[str, Any]]:
         """What `kvolt status --json` prints."""
         printed = self.run("status", "--json", *arguments)
-        assert not printed.stderr, printed.stderr
+        assert unexpected_lines(printed.stderr) == []
         views: list[dict[str, Any]] = json.loads(printed.stdout)
         return views
 
