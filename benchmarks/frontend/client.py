@@ -107,8 +107,8 @@ class Connection(asyncio.Protocol):
 class Load:
     """Open connections to an edge; a context, at whose end they are closed."""
 
-    def __init__(self, port: int, num_connections: int) -> None:
-        self._port = port
+    def __init__(self, edge: Edge, num_connections: int) -> None:
+        self._edge = edge
         self._num_connections = num_connections
         self.tally = Tally()
         self.connections: list[Connection] = []
@@ -118,7 +118,7 @@ class Load:
         loop = asyncio.get_running_loop()
         for _ in range(self._num_connections):
             _, connection = await loop.create_connection(
-                lambda: Connection(self.tally, self._fail), "127.0.0.1", self._port
+                lambda: Connection(self.tally, self._fail), "127.0.0.1", self._edge.port, ssl=self._edge.tls
             )
             self.connections.append(connection)
         return self
@@ -188,7 +188,7 @@ async def closed_load(edge: Edge, requests: Sequence[Sequence[bytes]]) -> Measur
     left = [iter(each) for each in requests]
     open_count = len(requests)
 
-    async with Load(edge.port, len(requests)) as load:
+    async with Load(edge, len(requests)) as load:
 
         def following(number: int) -> Callable[[Connection], None]:
             def ask_next(connection: Connection) -> None:
@@ -213,7 +213,7 @@ async def closed_load(edge: Edge, requests: Sequence[Sequence[bytes]]) -> Measur
 
 async def steady_load(edge: Edge, requests: Sequence[bytes], seconds: float) -> Measured:
     """All streams at once, measured while all are under way: neither requests nor ends are in the window."""
-    async with Load(edge.port, len(requests)) as load:
+    async with Load(edge, len(requests)) as load:
         for connection, request in zip(load.connections, requests, strict=True):
             connection.on_end = lambda _: load.end()
             connection.ask(request)
@@ -240,9 +240,10 @@ class Shape(msgspec.Struct, frozen=True):
 def shape_of_stream(edge: Edge, num_tokens: int = 512) -> Shape:
     """Read by a plain HTTP client, parsed as JSON."""
     body = chat_body([{"role": "user", "content": "count the events"}], num_tokens)
-    address = f"http://127.0.0.1:{edge.port}/v1/chat/completions"
-    http_request = urllib.request.Request(address, body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(http_request, timeout=WAIT_S) as response:
+    address = f"{'https' if edge.tls else 'http'}://127.0.0.1:{edge.port}/v1/chat/completions"
+    headers = {"Content-Type": "application/json", **edge.headers}
+    http_request = urllib.request.Request(address, body, headers)
+    with urllib.request.urlopen(http_request, timeout=WAIT_S, context=edge.tls) as response:
         lines = response.read().split(b"\n")
     chunks = [json.loads(line[len(_EVENT) :]) for line in lines if line.startswith(b"data: {")]
     num_content = sum(

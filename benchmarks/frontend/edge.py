@@ -7,13 +7,21 @@ sides); they are loaded in turn, in every round, with the same prompts. CPU is u
 edge: the frontend with all its threads and children, not the mock workers. Both start anew for each number of
 connections, so that memory is that of this load, and once for each speed of the mock, so that an edge
 serves one model. `measure` describes what is measured, and how.
+
+kvolt can be compared to itself instead. `--systems kvolt,before --before FOLDER` runs another commit's `src`, with its
+compiled modules; `--systems keys,kvolt` has requests with the API key of a tenant with all limits beside requests
+without. The report gives the upper 95 % bound of the median of the rounds' ratios and differences: take at least ten
+rounds. `--https` has all systems serve HTTPS.
 """
 
 from __future__ import annotations
 
 import argparse
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
 
 from benchmarks import harness
 from benchmarks.frontend.edges import (
@@ -21,15 +29,17 @@ from benchmarks.frontend.edges import (
     KVOLT_NAME,
     NUM_WORKERS,
     Dynamo,
+    Edge,
     installed_dynamo,
     model_in,
     serve_dynamo,
     serve_kvolt,
 )
 from benchmarks.frontend.measure import FLAT_TOKENS, Bench, Edges, Row, light_step_s
-from benchmarks.harness import Figure, Rows, cell, comparison, goal, in_turn, run, say
+from benchmarks.harness import Figure, Rows, cell, comparison, goal, in_turn, median_bound, run, say
 
 _SYSTEMS = ("kvolt", "dynamo")
+_OF_KVOLT = ("kvolt", "keys", "before")
 ROUTERS = {"round-robin": ("round-robin", "round-robin"), "kv": ("latency", "kv")}
 """Router of kvolt and of Dynamo by name."""
 _SECONDS = 5.0
@@ -38,11 +48,10 @@ _SECONDS = 5.0
 
 def main() -> None:
     options = _options()
-    seconds = 0.1 if options.smoke else _SECONDS
     dynamo = installed_dynamo(options.peer_dir) if "dynamo" in options.systems else None
     rows: list[Row] = []
     for connections in options.connections:
-        with _benches(options, connections, seconds, dynamo) as benches:
+        with _benches(options, connections, dynamo) as benches:
             for bench in benches:
                 bench.warm_up()
             for number in range(1, options.rounds + 1):
@@ -50,9 +59,10 @@ def main() -> None:
                     rows.append(bench.round(number))
                     shown = (f"{each.title} {cell(each.value(rows[-1]), each.form)}" for each in FIGURES)
                     say(f"round {number}  {connections:>4} connections  {bench.name}  {'  '.join(shown)}")
-    settings = {name: getattr(options, name) for name in ("rounds", "router")}
+    settings = {name: getattr(options, name) for name in ("rounds", "router", "https")}
     results = {"peer": DYNAMO_NAME, "options": settings, "rows": rows}
-    harness.report(options, f"{edge_text(rows)}\n\n{goals_text(rows)}", results)
+    judged = goals_text(rows) if dynamo is not None else bounds_text(rows)
+    harness.report(options, f"{edge_text(rows)}\n\n{judged}", results)
 
 
 def _options() -> argparse.Namespace:
@@ -60,39 +70,59 @@ def _options() -> argparse.Namespace:
     add = parser.add_argument
     add("--connections", type=harness.numbers, default=(64, 512), help="concurrent clients (default 64,512)")
     add("--rounds", type=int, default=5, help="rounds of both systems (default %(default)s)")
-    add("--systems", type=harness.names, default=_SYSTEMS, help="default kvolt,dynamo")
+    add(
+        "--systems",
+        type=harness.names,
+        default=_SYSTEMS,
+        help="kvolt, dynamo, keys, before (default kvolt,dynamo)",
+    )
+    add("--before", type=Path, metavar="FOLDER", help="checkout of the kvolt that `before` runs")
+    add("--seconds", type=float, default=_SECONDS, help="window of a load of requests (default %(default)g)")
+    add("--https", action="store_true", help="all systems serve HTTPS")
     add("--router", choices=list(ROUTERS), default=next(iter(ROUTERS)), help="of both (default %(default)s)")
     options = parser.parse_args()
     if options.smoke:
-        options.connections, options.rounds, options.systems = (16,), 1, ("kvolt",)
-    if unknown := [name for name in options.systems if name not in _SYSTEMS]:
-        parser.error(f"unknown systems {unknown}; known: {', '.join(_SYSTEMS)}")
+        options.connections, options.rounds, options.systems = (16,), 1, ("keys",)
+        options.https, options.seconds = True, 0.1
+    if unknown := [name for name in options.systems if name not in (*_OF_KVOLT, "dynamo")]:
+        parser.error(f"unknown systems {unknown}; known: {', '.join(_OF_KVOLT)}, dynamo")
+    if ("before" in options.systems) != (options.before is not None):
+        parser.error("--before FOLDER and the system before need each other")
     if min(options.connections) < 1 or options.rounds < 1:
         parser.error("connections and rounds must be positive")
     return options
 
 
 @contextmanager
-def _benches(
-    options: argparse.Namespace, connections: int, seconds: float, dynamo: Dynamo | None
-) -> Iterator[list[Bench]]:
+def _benches(options: argparse.Namespace, connections: int, dynamo: Dynamo | None) -> Iterator[list[Bench]]:
     """The systems, each once for each kind of mock."""
     steps = (None, light_step_s(connections))
     ours, theirs = ROUTERS[options.router]
     with ExitStack() as stack:
-        systems = []
-        if "kvolt" in options.systems:
-            model, num_workers = model_in(options.peer_dir), 1 if options.smoke else NUM_WORKERS
-            flags = ("--router", ours)
-            kvolts = (
-                serve_kvolt(model, step_s, frontend_arguments=flags, num_workers=num_workers)
-                for step_s in steps
+        num_workers = 1 if options.smoke else NUM_WORKERS
+
+        def serve(system: str, step_s: float | None) -> Edge:
+            if dynamo is not None and system == "dynamo":
+                return stack.enter_context(
+                    serve_dynamo(dynamo, step_s, router_mode=theirs, https=options.https)
+                )
+            more = {"PYTHONPATH": str(options.before.resolve() / "src")} if system == "before" else {}
+            return stack.enter_context(
+                serve_kvolt(
+                    model_in(options.peer_dir),
+                    step_s,
+                    system,
+                    frontend_arguments=("--router", ours),
+                    num_workers=num_workers,
+                    https=options.https,
+                    keys=system == "keys",
+                    **more,
+                )
             )
-            systems.append(Edges(*map(stack.enter_context, kvolts)))
-        if dynamo is not None:
-            dynamos = (serve_dynamo(dynamo, step_s, router_mode=theirs) for step_s in steps)
-            systems.append(Edges(*map(stack.enter_context, dynamos)))
-        yield [Bench(edges, connections, seconds, 1.0 if options.smoke else 4.0) for edges in systems]
+
+        systems = [Edges(*(serve(system, step_s) for step_s in steps)) for system in options.systems]
+        lead_s = 1.0 if options.smoke else 4.0
+        yield [Bench(edges, connections, options.seconds, lead_s) for edges in systems]
 
 
 # --- the report
@@ -135,9 +165,33 @@ GOALS = {FIGURES[0]: 0.5, FIGURES[1]: 0.5, _LIGHT: 0.7, _FLAT: 0.5, FIGURES[-1]:
 
 def edge_text(rows: Sequence[Row]) -> str:
     return "\n\n".join(
-        comparison(f"{connections} connections", FIGURES, dict(mine.each("system")), KVOLT_NAME, DYNAMO_NAME)
+        comparison(f"{connections} connections", FIGURES, dict(mine.each("system")), *_sides(mine))
         for connections, mine in Rows(rows).each("connections")
     )
+
+
+def _sides(rows: Rows[Any]) -> tuple[str, str]:
+    """The first system and the one that it is compared to."""
+    names = [*dict(rows.each("system")), ""]
+    return names[0], names[1]
+
+
+def bounds_text(rows: Sequence[Row]) -> str:
+    """CPU of the first system beside the second: upper 95 % bounds of the median ratio and difference."""
+    lines = []
+    for connections, mine in Rows(rows).each("connections"):
+        sides = dict(mine.each("system"))
+        for figure in GOALS if len(sides) == 2 else ():
+            ours, theirs = sides.values()
+            pairs = ours.pairs(theirs, figure)
+            ratio, more = (
+                median_bound([work(*pair) for pair in pairs]) for work in (operator.truediv, operator.sub)
+            )
+            bound = "not resolved" if ratio is None else f"at most {ratio:.3f}, difference at most {more:.1f}"
+            lines.append(
+                f"{connections} connections, {figure.title}, {' / '.join(sides)}: median ratio {bound}"
+            )
+    return "\n".join(lines)
 
 
 def goals_text(rows: Sequence[Row]) -> str:

@@ -114,7 +114,7 @@ class Bench:
         assert edge.step_s is not None
         seconds = self._seconds * _SHARE
         num_tokens = int((seconds + self._lead_s) * 1.5 / edge.step_s)
-        requests = prompt_requests(self._num_connections, num_tokens, self._next_seed())
+        requests = prompt_requests(self._num_connections, num_tokens, self._next_seed(), head=edge.head)
         done = uvloop.run(steady_load(edge, requests, seconds))
         time.sleep(_AFTER_ABORT_S)
         return done
@@ -122,11 +122,12 @@ class Bench:
     def _closed(
         self, max_tokens: int, per_connection: int, write: Writer = few_words, edge: Edge | None = None
     ) -> Measured:
+        edge = edge or self._edges.flat
         requests = [
-            prompt_requests(per_connection, max_tokens, self._next_seed(), write)
+            prompt_requests(per_connection, max_tokens, self._next_seed(), write, edge.head)
             for _ in range(self._num_connections)
         ]
-        return uvloop.run(closed_load(edge or self._edges.flat, requests))
+        return uvloop.run(closed_load(edge, requests))
 
     def _share(self, num_requests: float) -> int:
         return max(round(num_requests / self._num_connections), 1)

@@ -55,11 +55,11 @@ def chat_body(messages: Sequence[dict[str, str]], max_tokens: int, **more: objec
     return json.dumps({**fields, "messages": messages}, ensure_ascii=False).encode()
 
 
-def chat_request(messages: Sequence[dict[str, str]], max_tokens: int) -> bytes:
-    """A whole HTTP request."""
+def chat_request(messages: Sequence[dict[str, str]], max_tokens: int, head: str = "") -> bytes:
+    """A whole HTTP request, with further lines of its head."""
     body = chat_body(messages, max_tokens)
-    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+    start = "POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    return f"{start}{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
 def prompt_requests(
