@@ -141,7 +141,7 @@ class Frontends:
             self._blocking,
             tcp_plane(SocketNetwork()),
             lambda plane: MemDiscovery(self._discovery, clock, rng),
-            lambda discovery: MemEvents(self._bus, new_id(rng)),
+            lambda discovery, plane, server: MemEvents(self._bus, new_id(rng)),
         )
         runtime = Runtime(ports, ProcessOptions(f"frontend-{number}"))
         await runtime.start()

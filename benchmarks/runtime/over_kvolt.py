@@ -94,7 +94,7 @@ class KvoltSide:
             self._blocking,
             tcp_plane(SecureNetwork(_credentials(key, clock)) if key else self.network),
             lambda plane: MemDiscovery(store, clock, rng),
-            lambda discovery: MemEvents(bus, new_id(rng)),
+            lambda discovery, plane, server: MemEvents(bus, new_id(rng)),
         )
         self.runtime = Runtime(ports, ProcessOptions(name))
 

@@ -25,7 +25,7 @@ from benchmarks.processes import System, arg_flags, output_of, served, small_mod
 from benchmarks.twin.accuracy_judge import HEAD, MISSED, Line, judge
 from benchmarks.twin.bursts import as_one, bursts_of
 
-from kvolt.bench.load.report import Report, decode_report
+from kvolt.bench.load.report import BenchReport, decode_report
 from kvolt.bench.traces import limit, read_trace, write_trace
 from kvolt.core.trace import TraceRecord
 
@@ -69,7 +69,7 @@ class Load(NamedTuple):
 class Run(NamedTuple):
     """A real run that is whole."""
 
-    report: Report
+    report: BenchReport
     notes: Notes
 
 
@@ -79,7 +79,7 @@ class Case(NamedTuple):
     title: str
     command: str
     lines: list[Line]
-    twin: Report
+    twin: BenchReport
     runs: list[Run]
 
 
@@ -152,7 +152,7 @@ def _real_runs(
         for url in urls:
             _bench(url, (*_WARM_UP, *flags))
         meter = NoiseMeter()
-        reports: list[list[Report]] = [[] for _ in jobs]
+        reports: list[list[BenchReport]] = [[] for _ in jobs]
         for turn in zip_longest(*(_bursts(plan, load) for _, load in jobs.values())):
             for (_, load), url, mine, burst in zip(jobs.values(), urls, reports, turn, strict=True):
                 if burst is not None:
@@ -171,7 +171,7 @@ def _bursts(plan: Plan, load: Load) -> list[list[TraceRecord]]:
     return bursts_of(records if plan.limit is None else limit(records, plan.limit))
 
 
-def _bench(url: str, arguments: Sequence[str]) -> Report:
+def _bench(url: str, arguments: Sequence[str]) -> BenchReport:
     flags = ("--endpoint", "tokens", "--set", "temperature=0", "--quiet", "--json")
     return decode_report(
         output_of(["kvolt", "bench", "--url", url, *flags, *arguments]), "the report of kvolt bench"

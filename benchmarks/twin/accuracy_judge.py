@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 from benchmarks.harness import Figure, Spread, spread
 
-from kvolt.bench.load.report import Report
+from kvolt.bench.load.report import BenchReport
 
 GOAL_SHARE = 0.10
 GOAL_POINTS = 1.0
@@ -25,7 +25,7 @@ def _latency(text: str) -> Figure:
     return Figure(f"{text} ms", lambda report: 1e3 * getattr(report.latencies[name], statistic), ",.1f")
 
 
-def hit_rate(report: Report) -> float:
+def hit_rate(report: BenchReport) -> float:
     """Percentage of prompt tokens found in a cache; ValueError if the server did not report it."""
     if report.counts.cached_tokens is None:
         raise ValueError("the report has no cached tokens: the server does not report them")
@@ -57,7 +57,7 @@ class Line(msgspec.Struct, frozen=True):
 HEAD = ("figure", "twin", "real: median (lowest..highest)", "twin over median", "verdict")
 
 
-def judge(twin: Report, real: Sequence[Report], *, may_merge: bool = False) -> list[Line]:
+def judge(twin: BenchReport, real: Sequence[BenchReport], *, may_merge: bool = False) -> list[Line]:
     """A line for each figure. ValueError for runs that did not do the same work.
 
     `may_merge` accepts runs in which tokens arrived together.
@@ -81,7 +81,7 @@ def _line(figure: Figure, twin: float, real: Spread) -> Line:
     return Line(figure.title, twin, real, difference, verdict)
 
 
-def _check_same_work(twin: Report, real: Report, may_merge: bool) -> None:
+def _check_same_work(twin: BenchReport, real: BenchReport, may_merge: bool) -> None:
     counts, twin_counts = (
         (each.counts.complete, each.counts.input_tokens, each.counts.output_tokens) for each in (real, twin)
     )

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from msgspec.structs import replace
 
 from kvolt.bench.load.histogram import Histogram
-from kvolt.bench.load.report import Counts, Report
+from kvolt.bench.load.report import BenchReport, Counts
 from kvolt.core.trace import TraceRecord
 
 PAUSE_S = 120.0
@@ -33,7 +33,7 @@ def bursts_of(records: Iterable[TraceRecord]) -> list[list[TraceRecord]]:
     return bursts
 
 
-def as_one(reports: Sequence[Report]) -> Report:
+def as_one(reports: Sequence[BenchReport]) -> BenchReport:
     """Merged report of the runs; fields that cannot be merged are those of the first one."""
     histograms: dict[str, Histogram] = {}
     for name, first in reports[0].histograms.items():

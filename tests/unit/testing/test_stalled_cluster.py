@@ -149,7 +149,7 @@ class Cluster:
             process.blocking,
             tcp_plane(process.network),
             discovery,
-            lambda found: MemEvents(self._bus, new_id(process.rng)),
+            lambda found, plane, server: MemEvents(self._bus, new_id(process.rng)),
         )
         runtime = self.runtimes[name] = Runtime(
             ports, ProcessOptions(name, listen=f"{name}:{port}", deadlines=LIMITS)
