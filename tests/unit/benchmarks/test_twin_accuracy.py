@@ -7,7 +7,7 @@ from benchmarks.twin.accuracy_judge import IN_SPREAD, JUDGED, MISSED, NEAR, NOT_
 from benchmarks.twin.bursts import PAUSE_S, as_one, bursts_of
 from msgspec.structs import replace
 
-from kvolt.bench.load.report import Report, RunFacts, make_report
+from kvolt.bench.load.report import BenchReport, RunFacts, make_report
 from kvolt.bench.load.sample import Sample
 from kvolt.bench.load.tally import Tally
 from kvolt.bench.traces import small_trace
@@ -20,7 +20,7 @@ def report(
     cached: int | None = 40,
     tokens: int = 5,
     events: int | None = None,
-) -> Report:
+) -> BenchReport:
     """Of one request with its first token after `first_s`."""
     tally = Tally(None, random.Random(0).random)
     tally.started(0.0)
@@ -50,7 +50,7 @@ def report(
     return make_report(facts, tally)
 
 
-def verdicts(twin: Report, *real: Report) -> dict[str, str]:
+def verdicts(twin: BenchReport, *real: BenchReport) -> dict[str, str]:
     return {line.figure.rsplit(" ", 1)[0]: line.verdict for line in judge(twin, real)}
 
 
@@ -89,7 +89,7 @@ def test_a_row_tells_twin_spread_and_difference() -> None:
 
 
 @pytest.mark.parametrize("real", [report(1.0, tokens=6), report(1.0, cached=None), report(1.0, events=4)])
-def test_unlike_work_has_no_verdict(real: Report) -> None:
+def test_unlike_work_has_no_verdict(real: BenchReport) -> None:
     with pytest.raises(ValueError, match=r"in a real run|no cached tokens|not those between tokens"):
         judge(report(1.0), [real])
 
