@@ -27,8 +27,8 @@ ENGINE_PYTEST := -m pytest -q --timeout 900 -o filterwarnings=default -o addopts
 # Packages whose unit tests neither start processes nor run whole clusters.
 QUICK := $(addprefix tests/unit/,core runtime transfer kv router journey frontend)
 
-.PHONY: help serve test pytest unit-tests process-tests test-quick test-vllm test-sglang test-long lint docs format \
-	bench seeds mutants clean install dist lock
+.PHONY: help serve test pytest test-quick test-vllm test-sglang test-long lint docs format bench seeds mutants clean install \
+	dist lock
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -72,15 +72,10 @@ serve: $(VENV)/.native ## kvolt serve: SmolLM2-135M on http://127.0.0.1:8000 (AR
 test: $(VENV)/.test ## lint, types, import contract, tests with branch coverage
 	@$(MAKE) --no-print-directory -j2 lint pytest
 
-# `make test` runs the tests of processes beside the unit tests once lint is done: they wait while those compute.
-pytest: unit-tests process-tests
-
-unit-tests: $(VENV)/.test
+pytest: $(VENV)/.test
 	$(BIN)/python -m slipcover --json --out .coverage.json -m pytest -n $(PYTEST_WORKERS) --dist worksteal \
 		-m "not long" --durations=25 --ignore=tests/integration --ignore=tests/compat/sdk $(ARGS)
 	$(BIN)/python -m slipcover --merge .coverage.json --out .coverage.json --fail-under 85
-
-process-tests: $(VENV)/.test
 	$(BIN)/python -m pytest -n $(PROCESS_TEST_WORKERS) --dist worksteal \
 		-m "not long" --durations=25 tests/integration tests/compat/sdk $(ARGS)
 
