@@ -37,7 +37,6 @@ _CONTEXT_PERSON = b"kvolt.context"
 _CONTEXT_KEY_BYTES = 32
 _pack_u64 = struct.Struct("<Q").pack
 _pack_extent = struct.Struct("<qQQ").pack
-_pack_names = struct.Struct("<QQ?").pack
 
 
 class BlockKeyContext(msgspec.Struct, frozen=True, kw_only=True):

@@ -41,11 +41,7 @@ from kvolt.runtime.health import HealthState
 from kvolt.runtime.runtime import Runtime
 from kvolt.runtime.tasks import TaskGroup
 from kvolt.scheduler.step_pace import models_differ
-from kvolt.worker.control import (
-    CommandResult,
-    ControlRequest,
-    adapter_names,
-)
+from kvolt.worker.control import CommandResult, ControlRequest, adapter_names
 from kvolt.worker.kv.compatibility import check_peers, with_slabs
 from kvolt.worker.kv.event_publisher import HISTORY_BYTES, KvJournal, answer_recovery
 from kvolt.worker.kv.handoffs import EngineHandoffs, Handoffs, HandoffStats
@@ -260,10 +256,8 @@ class Worker:
         """The error for requests. EngineFailed explains itself; anything else is logged with its traceback."""
         if isinstance(error, EngineFailed):
             log.error("engine died: %s", error.message)
-            first_line = error.message.partition("\n")[
-                0
-            ]  # the rest is the engine's output, which is in the log
-            return EngineDied(f"the engine died: {first_line}", engine=self._engine_name)
+            summary, *_ = error.message.split("\n")  # then the engine's output, which is in the log
+            return EngineDied(f"the engine died: {summary}", engine=self._engine_name)
         log.exception("engine died")
         return EngineDied(f"the engine died ({type(error).__name__})", engine=self._engine_name)
 

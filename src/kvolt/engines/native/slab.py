@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LAYOUT = "block-layer-kv-head-token"
 """Name of the dimension order, compared before transfers."""
-_HEADS = 2
-"""The dimension of heads inside a block."""
 
 
 class SlabShape(msgspec.Struct, frozen=True, kw_only=True):
