@@ -8,7 +8,7 @@ from enum import StrEnum
 
 import msgspec
 
-from kvolt.core.errors import ConfigError, KvoltError, Unavailable
+from kvolt.core.errors import MALFORMED, ConfigError, KvoltError, Unavailable
 from kvolt.core.ids import CardHash, InstanceId, RequestId
 from kvolt.core.request import Role
 
@@ -115,7 +115,7 @@ def decode_instance(value: bytes) -> Instance | None:
     """Decode a registration; None when it is malformed or of an unknown version."""
     try:
         return _decode_instance(value)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except MALFORMED:
         return None
 
 
@@ -137,7 +137,7 @@ def decode_publisher(value: bytes) -> PublisherRegistration | None:
     """None if it is malformed."""
     try:
         return _decode_publisher(value)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except MALFORMED:
         return None
 
 

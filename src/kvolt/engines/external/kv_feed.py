@@ -11,10 +11,10 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 
-import msgspec
 import zmq
 import zmq.asyncio
 
+from kvolt.core.errors import MALFORMED
 from kvolt.core.kv_events import Cleared, KvChange
 from kvolt.engines.kv_formats.schema import SourceEngine
 from kvolt.engines.kv_formats.translator import Translator
@@ -121,7 +121,7 @@ class KvFeed:
         self.num_batches += 1
         try:
             return self._translator.translate(payload).changes
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        except MALFORMED as error:
             log.warning("KV events unreadable, blocks cleared: reason=%s", error)
             return self._reset()  # it may have contained removals
 

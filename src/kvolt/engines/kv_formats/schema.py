@@ -13,6 +13,8 @@ from typing import Any
 
 import msgspec
 
+from kvolt.core.errors import MALFORMED
+
 EngineHash = int | bytes
 """An engine's hash of a block, a signed or unsigned number or a byte string; opaque."""
 
@@ -123,8 +125,6 @@ _DECODE_ROW: dict[SourceEngine, Callable[[msgspec.Raw], _Row]] = {
     SourceEngine.SGLANG: msgspec.msgpack.Decoder(_SglangStored | _Removed | _Cleared).decode,
 }
 
-_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-
 
 def decode_batch(payload: bytes, engine: SourceEngine) -> EngineBatch:
     """Decode a batch. MsgspecError if it is not a batch; events that cannot be decoded are only counted."""
@@ -137,7 +137,7 @@ def decode_batch(payload: bytes, engine: SourceEngine) -> EngineBatch:
     for raw in batch.events:
         try:
             events.append(_decode_map(raw) if _is_map(raw) else _event_of(_DECODE_ROW[engine](raw)))
-        except _UNREADABLE:
+        except MALFORMED:
             num_unreadable += 1
     return EngineBatch(tuple(events), batch.dp_rank, num_unreadable)
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from kvolt.core.errors import EngineFailed
+from kvolt.core.errors import MALFORMED, EngineFailed
 
 MAX_TICKET_BYTES = 1 << 20
 MAX_STATE_BYTES = 256 << 10
@@ -75,7 +75,7 @@ def decode_ticket(ticket: bytes) -> Ticket | None:
         return None
     try:
         return _decoder.decode(ticket)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except MALFORMED:
         return None
 
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from kvolt.core.errors import Cancelled, EngineFailed, InvalidRequest, KvoltError
+from kvolt.core.errors import MALFORMED, Cancelled, EngineFailed, InvalidRequest, KvoltError
 from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import Handoff, Request
 from kvolt.engines.external.answers import Choice
@@ -226,7 +226,7 @@ def transfer_params(handoff: Handoff) -> dict[str, Any] | None:
         return None
     try:
         params = _decode(handoff.ticket)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except MALFORMED:
         return None
     try:  # vLLM's connector does not validate it: a wrong one would crash the engine
         ticket = msgspec.convert(params, _Ticket)

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from kvolt.core.card import HASH_SCHEME, EngineInfo
-from kvolt.core.errors import InvalidRequest
+from kvolt.core.errors import MALFORMED, InvalidRequest
 from kvolt.core.ids import InstanceId, SequenceHash
 from kvolt.core.kv_events import (
     HASH_BYTES,
@@ -313,7 +313,7 @@ def read(body: bytes, kind: type[T]) -> T:
     """Decode a body. Raises InvalidRequest that names the field."""
     try:
         return msgspec.json.decode(body or b"{}", type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except MALFORMED as error:
         path = _PATH.search(str(error))
         param = None if path is None else (path[1] or path[2]).lstrip(".")
         raise InvalidRequest(f"cannot decode the body: {error}", param=param) from None
