@@ -106,10 +106,8 @@ class EventFedRouter(KvRouter):
             try:
                 report = _decode_report(event.payload)
                 instance = self._client.get_instance(InstanceId(report.instance))
-            except (
-                *MALFORMED,
-                Unavailable,
-            ) as error:  # Unavailable: of another endpoint, or not registered yet
+            except (*MALFORMED, Unavailable) as error:
+                # Unavailable: of another endpoint, or not registered yet
                 log.debug("load report dropped: %s", error)
                 continue
             if not self.ingest.forged.is_forged(event, instance):
