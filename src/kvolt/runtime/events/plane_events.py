@@ -73,6 +73,8 @@ class PlaneEventOptions(msgspec.Struct, frozen=True, kw_only=True):
     lease_ttl_s: float = 10.0
     queue_events: int = 4096
     """Events that wait for a slow subscriber; beyond it the oldest are dropped: a gap."""
+    queue_bytes: int = 64 << 20
+    """The same in bytes of their payloads; at least one event of the largest size."""
 
 
 class PlaneEvents:
@@ -173,7 +175,7 @@ class PlaneEvents:
             raise NotFound("this process has another publisher", kind="publisher", name=request.publisher)
         if sum(map(len, self._subscribers.values())) >= MAX_STREAMS:
             raise Overloaded("too many subscribers", queue="subscribers", limit=MAX_STREAMS)
-        subscriber = _Subscriber(stream, self._options.queue_events)
+        subscriber = _Subscriber(stream, self._options.queue_events, self._options.queue_bytes)
         self._subscribers.setdefault(request.topic, {})[subscriber] = None
         stream.on_cancel = lambda error: self._remove_subscriber(request.topic, subscriber)
 
@@ -229,20 +231,39 @@ class PlaneEvents:
 class _Subscriber:
     """A stream of another process. Events wait while it is slow, so that the publisher never does."""
 
-    def __init__(self, stream: IncomingStream, max_events: int) -> None:
+    def __init__(self, stream: IncomingStream, max_events: int, max_bytes: int) -> None:
         self.stream = stream
-        self._waiting: deque[Published] = deque(maxlen=max_events)
+        self._max_events = max_events
+        self._max_bytes = max_bytes
+        self._waiting: deque[Published] = deque()
+        self._num_bytes = 0
+        """Of the waiting events."""
+        self._is_blocked = False
         stream.on_writable = self._drain
 
     def send(self, item: Published) -> None:
-        if not self._waiting and self.stream.writable:
-            self.stream.send(item)
-        else:
-            self._waiting.append(item)
+        if not self._is_blocked:
+            self._pass_on(item)
+            return
+        self._waiting.append(item)
+        self._num_bytes += len(item.payload)
+        while len(self._waiting) > self._max_events or self._num_bytes > self._max_bytes:
+            self._pop()
+
+    def _pass_on(self, item: Published) -> None:
+        # Also when the stream is not writable: it calls `on_writable` for what it holds back, and only then.
+        self.stream.send(item)
+        self._is_blocked = not self.stream.writable
 
     def _drain(self) -> None:
-        while self._waiting and self.stream.writable:
-            self.stream.send(self._waiting.popleft())
+        self._is_blocked = False
+        while self._waiting and not self._is_blocked:
+            self._pass_on(self._pop())
+
+    def _pop(self) -> Published:
+        item = self._waiting.popleft()
+        self._num_bytes -= len(item.payload)
+        return item
 
 
 class _Source:

@@ -170,7 +170,7 @@ async def test_a_slow_subscriber_misses_the_oldest_events_and_delays_none(harnes
     await until_connected(publisher, KV_TOPIC, 2)
     subscriber = next(iter(publisher._subscribers[KV_TOPIC]))
     for each in publisher._subscribers[KV_TOPIC]:
-        each._waiting = type(each._waiting)(each._waiting, maxlen=4)
+        each._max_events = 4
     # No turn of the loop in between, so nothing is acknowledged.
     for number in range(10_000):
         publisher.publish(KV_TOPIC, str(number).encode())
@@ -184,6 +184,39 @@ async def test_a_slow_subscriber_misses_the_oldest_events_and_delays_none(harnes
         assert missed > 0
     for process in (publisher, slow, quick):
         await process.close()
+
+
+async def test_events_arrive_that_were_published_while_the_transport_was_full(harness: PlaneHarness) -> None:
+    publisher, other = await harness.plane(), await harness.plane()
+    stream = other.subscribe(KV_TOPIC)
+    await until_connected(publisher, KV_TOPIC)
+    session = publisher.tcp.all()[0].session
+    session.paused = True
+    for number in range(3):
+        publisher.publish(KV_TOPIC, str(number).encode())
+    session.resume()
+    publisher.publish(KV_TOPIC, b"3")
+    assert [(await first(stream)).payload for _ in range(4)] == [b"0", b"1", b"2", b"3"]
+    await publisher.close()
+    await other.close()
+
+
+async def test_the_bytes_that_wait_for_a_slow_subscriber_are_bounded(harness: PlaneHarness) -> None:
+    publisher, other = await harness.plane(), await harness.plane()
+    stream = other.subscribe(KV_TOPIC)
+    await until_connected(publisher, KV_TOPIC)
+    subscriber = next(iter(publisher._subscribers[KV_TOPIC]))
+    subscriber._max_bytes = 2500
+    session = publisher.tcp.all()[0].session
+    session.paused = True
+    for number in range(10):
+        publisher.publish(KV_TOPIC, bytes([number]) * 1000)
+    assert len(subscriber._waiting) == 2
+    session.resume()
+    events = [await first(stream) for _ in range(3)]
+    assert [(event.payload[0], event.missed) for event in events] == [(0, 0), (8, 7), (9, 0)]
+    await publisher.close()
+    await other.close()
 
 
 async def test_large_events_arrive_and_larger_ones_are_refused(harness: PlaneHarness) -> None:
