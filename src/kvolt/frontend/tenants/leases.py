@@ -138,8 +138,12 @@ class Limiter:
         slots = min(_valid(amounts).concurrency, held.get(name, 0.0))
         if slots:
             held[name] -= slots
-        if name in self._budgets:
-            self._budgets[name].put_back(_bounded(amounts)._replace(concurrency=slots))
+        budget, amounts = self._budgets.get(name), _bounded(amounts)._replace(concurrency=slots)
+        if budget is not None:
+            budget.put_back(amounts.at_least(NOTHING))
+            debts = amounts.at_most(NOTHING)
+            if any(debts):
+                budget.charge(NOTHING.minus(debts), now)
 
     def set_held(self, holder: str, slots: Mapping[str, float], now: float) -> None:
         """Replace the slots that a process holds."""

@@ -76,6 +76,17 @@ def test_more_slots_than_are_held_cannot_be_returned() -> None:
     assert not need("b", 0.0, limiter)
 
 
+def test_a_debt_is_paid_in_full_after_a_time_without_requests() -> None:
+    tenant = Tenant(name="acme", output_tokens_per_minute=60)
+    limiter, tenants, tokens = known(Limiter(0.0), "a"), {"acme": tenant}, Amounts(output_tokens=60)
+    for now in (1.0, 2.0, 3.0):
+        limiter.handle(LeaseRequest("a"), tenants, now)
+    limiter.handle(LeaseRequest("a", "acme", tokens), tenants, 3.0)
+    limiter.handle(LeaseRequest("a", held={}), tenants, 200.0)
+    limiter.handle(LeaseRequest("a", returned={"acme": Amounts(output_tokens=-90)}), tenants, 200.0)
+    assert limiter.budget(tenant, 200.0).levels(200.0).output_tokens == pytest.approx(-30)
+
+
 def test_a_successor_starts_empty_or_with_the_levels_of_its_predecessor() -> None:
     before = known(Limiter(0.0), "a")
     assert need("a", 0.0, before, Amounts(requests=4))
