@@ -151,6 +151,10 @@ class SharedBudgets:
             if leader is self._leader:
                 self._lose_limiter(error.message)
             return None
+        except asyncio.CancelledError:
+            # The limiter may have granted slots whose reply is lost: it gets the number of those in use again.
+            self._is_known = False
+            raise
         if leader is not self._leader:
             return None  # another one was elected: the amounts are the former limiter's
         return reply

@@ -6,12 +6,13 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 from tests.unit.engines.lab import NAMESPACE, Lab, until
 
 from kvolt.frontend.tenants.lease_pool import LEASE_S
-from kvolt.frontend.tenants.leases import HOLDER_TIMEOUT_S
+from kvolt.frontend.tenants.leases import HOLDER_TIMEOUT_S, LeaseReply, LeaseRequest, Limiter
 from kvolt.frontend.tenants.limits import Amounts, Limit, Refusal
 from kvolt.frontend.tenants.records import Tenant
 from kvolt.frontend.tenants.shared_budgets import SharedBudgets
@@ -185,6 +186,28 @@ def test_a_new_limiter_learns_the_slots_in_use() -> None:
         assert await group.take(1, "a", BEGIN) is None
 
     grouped(3, body, Tenant(name="a", concurrency=3))
+
+
+def test_a_slot_is_free_again_whose_client_left_while_it_was_leased(monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = Limiter.handle
+    waiting: list[asyncio.Future[Refusal | None]] = []
+
+    def cancelling(limiter: Limiter, request: LeaseRequest, *args: Any) -> LeaseReply:
+        reply = handle(limiter, request, *args)
+        if request.tenant:
+            waiting[0].cancel()  # the reply is on its way
+        return reply
+
+    async def body(lab: Lab, group: Group) -> None:
+        monkeypatch.setattr(Limiter, "handle", cancelling)
+        waiting.append(asyncio.ensure_future(group.take(1, "a", SLOT)))
+        with pytest.raises(asyncio.CancelledError):
+            await waiting[0]
+        budget = group.members[0].of(group.tenants["a"])
+        assert budget.levels().concurrency == 1
+        await until(lambda: budget.levels().concurrency == 2)
+
+    grouped(2, body, Tenant(name="a", concurrency=2))
 
 
 def test_without_a_limiter_each_has_its_share() -> None:
