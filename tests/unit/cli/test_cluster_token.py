@@ -95,7 +95,7 @@ async def test_a_worker_joins_with_a_token(
             except TimeoutError:
                 continue
         assert event.publisher == worker.runtime.events.publisher
-        assert event.identity == "kvolt://worker/worker-0"
+        assert event.identity.startswith("kvolt://worker/worker-0.")
         await stream.aclose()
         with pytest.raises(ConfigError, match="used before"):
             async with running(member, "worker-1", ProcessRole.WORKER):

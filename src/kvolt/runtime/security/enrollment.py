@@ -9,7 +9,8 @@ plane nor any endpoint:
               Refused          reason
 
 A token is for one private key: the process may repeat its request if the response was lost, and any other use is
-refused. A process with a certificate renews its own identity only. A connection has one request and few seconds.
+refused. The name in the certificate ends with part of the token's id, so a process cannot take the name of another.
+A process with a certificate renews its own identity only. A connection has one request and few seconds.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from kvolt.runtime.clock import Clock
 from kvolt.runtime.network import join_address, peer_group
 from kvolt.runtime.security.authority import ClusterAuthority
 from kvolt.runtime.security.identity import Identity, ProcessRole, peer_identity
-from kvolt.runtime.security.join_token import CLOCK_SKEW_S, check_token, parse_token
+from kvolt.runtime.security.join_token import CLOCK_SKEW_S, JoinToken, check_token, parse_token
 from kvolt.runtime.security.used_tokens import UsedToken, UsedTokens
 from kvolt.runtime.tasks import TaskGroup
 
@@ -48,6 +49,7 @@ MAX_CONNECTIONS = 64
 MAX_CONNECTIONS_PER_PEER = 16
 """The same of one peer address (IPv6: of a /64)."""
 LENGTH = Packing("<I")
+_MAX_NAME_CHARS = 64
 SERVER_ROLES = (ProcessRole.FRONTEND, ProcessRole.ROUTER)
 """Roles of join servers that enroll: a worker must not collect the tokens of others."""
 
@@ -163,7 +165,7 @@ class EnrollmentServer:
         else:
             token = parse_token(request.token)
             check_token(authority, token, now)
-            key, identity = _requested_key(request), Identity.of(token.role, request.process)
+            key, identity = _requested_key(request), enrolled_identity(token, request.process)
             await self._used.use(UsedToken(token.id, token.expires_at + CLOCK_SKEW_S, _key_hash(key)), now)
         certificate = authority.sign(key, identity, now)
         self._count_outcome("renewed" if request.token is None else "enrolled")
@@ -228,6 +230,12 @@ class _EnrollmentConnection(asyncio.Protocol):
             self._timer.cancel()
         if self._group is not None:
             self._server.leave(self._transport, self._group)
+
+
+def enrolled_identity(token: JoinToken, process: str) -> Identity:
+    """Identity of a process with this name and token: no other token gives the same."""
+    name = Identity.of(token.role, process).process[:_MAX_NAME_CHARS]
+    return Identity(token.role, f"{name}.{token.id[:8].hex()}")
 
 
 def _key_hash(key: ec.EllipticCurvePublicKey) -> bytes:

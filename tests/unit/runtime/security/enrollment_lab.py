@@ -27,10 +27,11 @@ from kvolt.runtime.security.enrollment import (
     EnrollRequest,
     Refused,
     Welcome,
+    enrolled_identity,
     frame,
 )
 from kvolt.runtime.security.identity import Identity, ProcessRole, peer_identity
-from kvolt.runtime.security.join_token import create_token
+from kvolt.runtime.security.join_token import create_token, parse_token
 from kvolt.runtime.security.secure_network import SecureNetwork
 from kvolt.runtime.security.used_tokens import UsedTokens
 
@@ -119,6 +120,11 @@ class Lab:
                 await asyncio.sleep(0.01)
         cast(Peer, peer).transport.abort()
         return self.served[-1]
+
+
+def enrolled_worker(token: str) -> Identity:
+    """Identity of WORKER with a certificate for this token."""
+    return enrolled_identity(parse_token(token), WORKER.process)
 
 
 def signing_request(key: ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey | None = None) -> bytes:

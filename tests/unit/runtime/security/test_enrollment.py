@@ -17,6 +17,7 @@ from tests.unit.runtime.security.enrollment_lab import (
     Lab,
     SteppedClock,
     ask,
+    enrolled_worker,
     exchange,
     signing_request,
     stranger,
@@ -28,12 +29,9 @@ from kvolt.runtime.security import enrolled, enrollment
 from kvolt.runtime.security.authority import ClusterAuthority
 from kvolt.runtime.security.credentials import Credentials, tls_context
 from kvolt.runtime.security.enrolled import EnrolledSource
-from kvolt.runtime.security.enrollment import (
-    EnrollRequest,
-    Welcome,
-)
+from kvolt.runtime.security.enrollment import EnrollRequest, Welcome, enrolled_identity
 from kvolt.runtime.security.identity import Identity, ProcessRole
-from kvolt.runtime.security.join_token import create_token
+from kvolt.runtime.security.join_token import create_token, parse_token
 
 
 @pytest.fixture
@@ -45,8 +43,9 @@ async def lab(tmp_path: Path) -> AsyncIterator[Lab]:
 
 
 async def test_a_token_is_exchanged_for_membership(lab: Lab) -> None:
-    credentials = await lab.enroll(lab.token())
-    assert await lab.identity_seen(credentials) == WORKER
+    token = lab.token()
+    credentials = await lab.enroll(token)
+    assert await lab.identity_seen(credentials) == credentials.identity == enrolled_worker(token)
     assert credentials.authority is None
     assert lab.outcomes["enrolled"] == 1
 
@@ -60,9 +59,10 @@ def test_both_loops_enroll_and_renew(
     async def main() -> None:
         lab = Lab(tmp_path, ClusterAuthority.create(SystemClock().wall()))
         await lab.start()
-        credentials = await lab.enroll(lab.token())
+        token = lab.token()
+        credentials = await lab.enroll(token)
         await cast(EnrolledSource, credentials._source).fetch()
-        assert await lab.identity_seen(credentials) == WORKER
+        assert await lab.identity_seen(credentials) == enrolled_worker(token)
         assert await exchange(lab, b"hello", stranger()) == b""
         assert (lab.outcomes["enrolled"], lab.outcomes["renewed"], lab.outcomes["refused"]) == (1, 1, 1)
         await lab.close()
@@ -102,7 +102,8 @@ async def test_a_process_whose_response_was_lost_asks_again(
 
     monkeypatch.setattr(enrolled, "_decode_response", lossy)
     monkeypatch.setattr(enrolled, "_RETRY_S", 0.01)
-    assert await lab.identity_seen(await lab.enroll(lab.token(), timeout_s=10.0)) == WORKER
+    token = lab.token()
+    assert await lab.identity_seen(await lab.enroll(token, timeout_s=10.0)) == enrolled_worker(token)
     assert lab.outcomes["enrolled"] == 2
 
 
@@ -137,11 +138,22 @@ async def test_a_server_that_only_shows_the_authoritys_certificate_gets_no_token
 async def test_the_role_is_the_tokens(lab: Lab) -> None:
     with pytest.raises(ConfigError, match="is for a worker, and this process is a frontend"):
         await lab.enroll(lab.token(), FRONTEND)
-    response = await ask(lab, EnrollRequest(signing_request(), "frontend", lab.token()))
+    token = lab.token()
+    response = await ask(lab, EnrollRequest(signing_request(), "frontend", token))
     assert isinstance(response, enrollment.Enrolled)
     leaf = x509.load_pem_x509_certificates(response.chain_pem)[0]
     names = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    assert names.get_values_for_type(x509.UniformResourceIdentifier) == ["kvolt://worker/frontend"]
+    assert names.get_values_for_type(x509.UniformResourceIdentifier) == [
+        enrolled_identity(parse_token(token), "frontend").uri
+    ]
+
+
+async def test_no_process_gets_the_name_of_another(lab: Lab) -> None:
+    victim = await lab.enroll(lab.token())
+    names = WORKER.process, victim.identity.process, "x" * 111 + victim.identity.process[-17:], ""
+    others = [(await lab.enroll(lab.token(), Identity(ProcessRole.WORKER, name))).identity for name in names]
+    assert len({victim.identity, WORKER, *others}) == 6
+    assert {each.role for each in others} == {ProcessRole.WORKER}
 
 
 async def test_a_worker_cannot_collect_tokens_as_join_server(tmp_path: Path) -> None:
@@ -167,7 +179,7 @@ async def test_a_certificate_renews_its_own_identity_only(lab: Lab) -> None:
     assert isinstance(response, enrollment.Enrolled)
     leaf = x509.load_pem_x509_certificates(response.chain_pem)[0]
     names = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    assert names.get_values_for_type(x509.UniformResourceIdentifier) == [WORKER.uri]
+    assert names.get_values_for_type(x509.UniformResourceIdentifier) == [credentials.identity.uri]
 
 
 async def test_renewal_follows_a_rotated_key(lab: Lab) -> None:
@@ -178,7 +190,7 @@ async def test_renewal_follows_a_rotated_key(lab: Lab) -> None:
     lab.credentials.reload()
     await source.fetch()
     renewed = Credentials(source, SystemClock())
-    assert await lab.identity_seen(renewed) == WORKER
+    assert await lab.identity_seen(renewed) == credentials.identity
     with pytest.raises(ConfigError, match="not of the cluster"):
         await lab.enroll(lab.token())  # of the previous key
 
