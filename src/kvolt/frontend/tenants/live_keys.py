@@ -9,7 +9,8 @@ from collections.abc import Callable
 from kvolt.core.errors import KvoltError
 from kvolt.frontend.tenants.records import KeyRecords, KeyTable
 from kvolt.frontend.tenants.store import KeyStore
-from kvolt.runtime.clock import Blocking
+from kvolt.runtime.blocking_lane import BlockingLane
+from kvolt.runtime.clock import Blocking, SystemClock
 from kvolt.runtime.tasks import TaskGroup
 
 log = logging.getLogger(__name__)
@@ -25,7 +26,7 @@ class LiveKeys:
         self.table = KeyTable(KeyRecords(""))
         self.on_change: Callable[[KeyTable], None] = lambda table: None
         self._store = store
-        self._blocking = blocking
+        self._lane = BlockingLane(blocking, SystemClock(), _READ_TIMEOUT_S)
         self._problem = ""
         self._task_group = TaskGroup("api-keys")
 
@@ -52,7 +53,7 @@ class LiveKeys:
 
     async def _read(self) -> None:
         version = self.table.version or None
-        records = await self._blocking.run(lambda: self._store.read(version), _READ_TIMEOUT_S)
+        records = await self._lane.run(lambda: self._store.read(version))
         if records is None:
             return
         self.table = KeyTable(records)

@@ -19,7 +19,8 @@ from typing import Protocol
 from cryptography import x509
 
 from kvolt.core.errors import ConfigError, KvoltError
-from kvolt.runtime.clock import Blocking, Clock
+from kvolt.runtime.blocking_lane import BlockingLane
+from kvolt.runtime.clock import Blocking, Clock, SystemClock
 from kvolt.runtime.host.safe_files import read_regular
 from kvolt.runtime.security.authority import MAX_FILE_BYTES, Certificate, ClusterAuthority, read_secret
 from kvolt.runtime.security.identity import Identity, parse_identity
@@ -153,13 +154,14 @@ class Credentials:
 
     async def keep_fresh(self, blocking: Blocking) -> None:
         """Renew certificates and read changed files, for ever."""
+        lane = BlockingLane(blocking, self._clock, _READ_TIMEOUT_S)
         while True:
             await asyncio.sleep(_CHECK_S)
             now = self._clock.wall()
             if self._fetch is not None and now >= self._renew_at:
                 await self._fetch()
             try:
-                await blocking.run(partial(self.reload, now), _READ_TIMEOUT_S)
+                await lane.run(partial(self.reload, now))
             except KvoltError as error:
                 log.error("certificate not renewed: error=%s", error.message)
 
@@ -225,10 +227,11 @@ class ServerCertificate:
 
     async def keep_fresh(self, blocking: Blocking) -> None:
         """Read changed files, for ever."""
+        lane = BlockingLane(blocking, SystemClock(), _READ_TIMEOUT_S)
         while True:
             await asyncio.sleep(_CHECK_S)
             try:
-                await blocking.run(self._reload, _READ_TIMEOUT_S)
+                await lane.run(self._reload)
             except KvoltError as error:
                 log.error("HTTPS certificate not reloaded: error=%s", error.message)
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import msgspec
 
 from kvolt.core.errors import AccessDenied, KvoltError
-from kvolt.runtime.clock import Blocking
+from kvolt.runtime.blocking_lane import BlockingLane
+from kvolt.runtime.clock import Blocking, SystemClock
 from kvolt.runtime.host.safe_files import locked, read_regular, replace_file
 
 log = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ class UsedTokens:
     def __init__(self, key: Path | None = None, blocking: Blocking | None = None) -> None:
         """`key`: file of the cluster key. None: in memory."""
         self._path = None if key is None else key.with_name(f"{key.name}.used-tokens")
-        self._blocking = blocking
+        self._lane = None if blocking is None else BlockingLane(blocking, SystemClock(), _TIMEOUT_S)
         self._tokens: dict[bytes, UsedToken] = {}
         self._lock = asyncio.Lock()
         if self._path is not None and not os.access(self._path.parent, os.W_OK):
@@ -57,12 +58,12 @@ class UsedTokens:
     async def use(self, token: UsedToken, now: float) -> None:
         """Record the use of a token. Raises AccessDenied if it was used for another key, or cannot be recorded."""
         async with self._lock:
-            if self._path is None or self._blocking is None:
+            if self._path is None or self._lane is None:
                 self._add(token, now)
                 return
             path = self._path
             try:
-                await self._blocking.run(lambda: self._add_to_file(path, token, now), _TIMEOUT_S)
+                await self._lane.run(lambda: self._add_to_file(path, token, now))
             except AccessDenied:
                 raise
             except (KvoltError, OSError, msgspec.MsgspecError) as error:

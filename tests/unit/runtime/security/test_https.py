@@ -5,6 +5,7 @@ import logging
 import os
 import socket
 import ssl
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -156,6 +157,24 @@ async def test_a_changed_certificate_is_used_for_new_connections(
     following.cancel()
     blocking.close()
     await server.close()
+
+
+async def test_files_that_cannot_be_read_now_occupy_one_thread(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of the threads that requests need as well."""
+    monkeypatch.setattr("kvolt.runtime.security.credentials._CHECK_S", 0.01)
+    monkeypatch.setattr("kvolt.runtime.security.credentials._READ_TIMEOUT_S", 0.05)
+    certificate, blocking, is_back = lab.certificate(), ThreadBlocking(), threading.Event()
+    monkeypatch.setattr(certificate, "_reload", is_back.wait)
+    following = asyncio.ensure_future(certificate.keep_fresh(blocking))
+    async with asyncio.timeout(MUST_HAPPEN_S):
+        while caplog.text.count("HTTPS certificate not reloaded") < 5:
+            await asyncio.sleep(0.01)
+    assert blocking._num_threads == 1
+    is_back.set()
+    following.cancel()
+    blocking.close()
 
 
 @pytest.mark.parametrize("name", ["chain", "key", "ca"])

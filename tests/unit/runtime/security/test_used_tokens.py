@@ -12,6 +12,7 @@ import pytest
 
 from kvolt.core.errors import AccessDenied
 from kvolt.runtime.clock import ThreadBlocking
+from kvolt.runtime.host.safe_files import locked
 from kvolt.runtime.security import used_tokens
 from kvolt.runtime.security.used_tokens import UsedToken, UsedTokens
 
@@ -45,6 +46,19 @@ async def test_join_servers_of_one_machine_share_the_file(key: Path, blocking: T
     uses = [server.use(UsedToken(b"1", 100.0, bytes([each])), 0.0) for each, server in enumerate(servers)]
     results = await asyncio.gather(*uses, return_exceptions=True)
     assert sorted(type(each).__name__ for each in results) == ["AccessDenied"] * 3 + ["NoneType"]
+
+
+async def test_a_lock_that_is_never_released_occupies_one_thread(
+    key: Path, blocking: ThreadBlocking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the threads that requests need as well."""
+    monkeypatch.setattr(used_tokens, "_TIMEOUT_S", 0.05)
+    tokens = UsedTokens(key, blocking)
+    with locked(key.with_name("cluster.key.used-tokens")):
+        for number in range(5):
+            with pytest.raises(AccessDenied, match="cannot be recorded"):
+                await tokens.use(UsedToken(bytes([number]), 100.0, b"key"), 0.0)
+        assert blocking._num_threads == 1
 
 
 async def test_expired_tokens_are_dropped_and_others_bounded(
