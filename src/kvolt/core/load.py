@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Annotated
 
 import msgspec
 
@@ -107,5 +108,5 @@ def decode_step_log(lines: Iterable[bytes]) -> tuple[StepLogHeader, list[StepSta
 class LoadReport(msgspec.Struct, frozen=True):
     """Event published under LOAD_TOPIC."""
 
-    instance: str
+    instance: Annotated[str, msgspec.Meta(max_length=256)]
     load: WorkerLoad

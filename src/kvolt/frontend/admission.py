@@ -28,18 +28,28 @@ class LatestLoads:
     """Latest load report of each worker."""
 
     def __init__(self) -> None:
-        self._loads: dict[tuple[str, str], WorkerLoad] = {}
-        """By instance id and identity of the process that reported: another one cannot report in its name."""
+        self._loads: dict[str, dict[str, WorkerLoad]] = {}
+        """By identity of the process that reported and instance id: another one cannot report in its name."""
+        self._num_loads = 0
 
     def get(self, instance: Instance) -> WorkerLoad | None:
-        return self._loads.get((instance.id, instance.identity))
+        return self._loads.get(instance.identity, {}).get(instance.id)
 
     def update(self, report: LoadReport, identity: str = "") -> None:
-        key = report.instance, identity
-        self._loads.pop(key, None)
-        if len(self._loads) >= _MAX_WORKERS:
-            del self._loads[next(iter(self._loads))]  # the longest silent worker is the likeliest to be gone
-        self._loads[key] = report.load
+        own = self._loads.setdefault(identity, {})
+        if own.pop(report.instance, None) is None:
+            self._num_loads += 1
+        own[report.instance] = report.load
+        if self._num_loads > _MAX_WORKERS:
+            self._drop_one()
+
+    def _drop_one(self) -> None:
+        """Drop a report of the process with the most: one that invents workers displaces no others."""
+        identity, loads = max(self._loads.items(), key=lambda each: len(each[1]))
+        del loads[next(iter(loads))]  # the longest silent worker is the likeliest to be gone
+        if not loads:
+            del self._loads[identity]
+        self._num_loads -= 1
 
     async def subscribe(self, events: EventPlane) -> None:
         """Apply load reports until cancelled or until the event plane closes."""

@@ -148,6 +148,18 @@ def test_the_memory_for_workers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> N
     assert loads.get(instance("a")) == load(5)
 
 
+def test_a_process_that_invents_workers_displaces_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "_MAX_WORKERS", 4)
+    loads, own = LatestLoads(), msgspec.structs.replace(instance("a"), identity="kvolt://worker/a")
+    loads.update(report("a"), own.identity)
+    for number in range(100):
+        loads.update(report(f"invented-{number}"), "kvolt://worker/rogue")
+    assert loads.get(own) is not None
+    assert sum(map(len, loads._loads.values())) == loads._num_loads == 4
+    with pytest.raises(msgspec.ValidationError):
+        admission._decode_report(msgspec.msgpack.encode(report("i" * 1000)))
+
+
 def test_loads_come_over_the_event_plane_and_garbage_is_skipped() -> None:
     async def scenario() -> None:
         bus = MemBus()
