@@ -34,8 +34,7 @@ def check_call(identity: Identity, endpoint: str) -> None:
         return
     if endpoint.startswith(DISCOVERY_ENDPOINTS):
         return
-    _, component, name = [*endpoint.split(".", 2), "", ""][:3]
-    if name != KV and component != KV_POOL:
+    if [*endpoint.split(".", 2), "", ""][2] != KV:
         raise AccessDenied(f"a {identity.role} may not call {endpoint[:200]}", role=identity.role.value)
 
 
