@@ -36,6 +36,7 @@ from kvolt.runtime.network import join_address, peer_group
 from kvolt.runtime.security.authority import ClusterAuthority
 from kvolt.runtime.security.identity import Identity, ProcessRole, peer_identity
 from kvolt.runtime.security.join_token import CLOCK_SKEW_S, JoinToken, check_token, parse_token
+from kvolt.runtime.security.tls_listener import StrangerProtocol
 from kvolt.runtime.security.used_tokens import UsedToken, UsedTokens
 from kvolt.runtime.tasks import TaskGroup
 
@@ -173,7 +174,7 @@ class EnrollmentServer:
         return Enrolled(certificate.chain_pem, certificate.trusted_pem, certificate.expires_at)
 
 
-class _EnrollmentConnection(asyncio.Protocol):
+class _EnrollmentConnection(StrangerProtocol):
     """One request and its response."""
 
     def __init__(self, server: EnrollmentServer) -> None:

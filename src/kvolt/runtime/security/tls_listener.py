@@ -2,8 +2,8 @@
 
 Until then a peer is a stranger: it costs one socket and one handshake. Their number is limited, per process and per
 peer address, and each has a deadline. Connections beyond it wait for a handshake, because many clients may connect
-from one address at the same time. A handshake that fails occupies its place for another second, which limits the rate
-at which an address makes this process compute for nothing.
+from one address at the same time. A handshake that fails, or that is for a `StrangerProtocol`, occupies its place for
+another second, which limits the rate at which an address makes this process compute for nothing.
 """
 
 from __future__ import annotations
@@ -49,6 +49,10 @@ CountOutcome = Callable[[str], None]
 
 ProtocolOf = Callable[[asyncio.Transport], asyncio.Protocol]
 """Makes the protocol of a connection whose handshake is complete; raises ProtocolError to refuse the peer."""
+
+
+class StrangerProtocol(asyncio.Protocol):
+    """Protocol of peers that need no certificate where others do."""
 
 
 class Admission(asyncio.Protocol):
@@ -194,7 +198,7 @@ class TlsListener:
             free.release()
 
     async def _admit_peer(self, sock: socket.socket, peer: str) -> bool:
-        """Shake hands and count the outcome; whether the peer was accepted."""
+        """Shake hands and count the outcome; whether the peer was accepted, and not as a stranger."""
         admission = Admission(self._protocol_of)
         try:
             async with AsyncExitStack() as slots:
@@ -211,7 +215,7 @@ class TlsListener:
             self._refuse(peer, "refused", admission.refusal.message)
             return False
         self._count_outcome("accepted")
-        return True
+        return not isinstance(admission.protocol, StrangerProtocol)
 
     async def _begin(self, sock: socket.socket, admission: Admission) -> None:
         context = self._context()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from tests.unit.runtime.security.enrollment_lab import (
 from kvolt.core.errors import ConfigError
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.network import split_address
-from kvolt.runtime.security import enrollment, used_tokens
+from kvolt.runtime.security import enrollment, tls_listener, used_tokens
 from kvolt.runtime.security.authority import ClusterAuthority
 from kvolt.runtime.security.credentials import ENROLLMENT_PROTOCOL
 from kvolt.runtime.security.enrollment import (
@@ -29,6 +30,8 @@ from kvolt.runtime.security.enrollment import (
     Refused,
     frame,
 )
+from kvolt.runtime.security.identity import ProcessRole
+from kvolt.runtime.security.join_token import create_token
 from kvolt.runtime.security.secure_network import SecureNetwork
 
 
@@ -45,6 +48,21 @@ async def test_a_stranger_reaches_no_endpoint(lab: Lab, protocols: tuple[str, ..
     assert await exchange(lab, b"hello", stranger(*protocols)) == b""
     assert not lab.served
     assert lab.outcomes["refused"] == 1
+
+
+async def test_handshakes_of_strangers_keep_their_places_for_a_while(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else whoever asks for enrollment could make a process compute handshakes as fast as it connects."""
+    monkeypatch.setattr(tls_listener, "MAX_HANDSHAKES_PER_PEER", 2)
+    monkeypatch.setattr(tls_listener, "FAILED_S", 3600.0)
+    monkeypatch.setattr(tls_listener, "_WAIT_S", 0.5)
+    for _ in range(2):
+        with pytest.raises(ConfigError):
+            await lab.enroll(create_token(lab.authority, ProcessRole.WORKER, 0.0, 600).text)
+    with pytest.raises((ConnectionError, ssl.SSLError)):  # the connection is closed before its handshake
+        await exchange(lab, b"", stranger(ENROLLMENT_PROTOCOL))
+    assert (lab.outcomes["accepted"], lab.outcomes["incomplete"]) == (2, 1)
 
 
 async def test_other_listeners_serve_no_enrollment(lab: Lab) -> None:
