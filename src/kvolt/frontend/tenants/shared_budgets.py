@@ -98,6 +98,8 @@ class SharedBudgets:
 
     def retain(self, names: Collection[str]) -> None:
         """Forget all other tenants."""
+        if any(local.held for name, local in self._locals.items() if name not in names):
+            self._is_known = False  # so that the limiter forgets their slots, which are returned to no budget
         self._locals = {name: each for name, each in self._locals.items() if name in names}
         if self._limiter is not None:
             self._limiter.retain(frozenset(names))
@@ -186,11 +188,11 @@ class SharedBudgets:
     def _lead(self) -> None:
         now = self._now()
         self._limiter = Limiter(now, is_successor=True)
-        self._limiter.set_held(self.id, self._held(), now)
         self._leader = None
         for local in self._locals.values():
             local.pool = LeasePool(local.tenant)
             self._connect(local)
+            local.charge(Amounts(concurrency=local.held))
         self._end_shares()
         log.info("limiter of the tenants' budgets: this process")
 

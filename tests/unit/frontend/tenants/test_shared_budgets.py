@@ -210,6 +210,25 @@ def test_a_slot_is_free_again_whose_client_left_while_it_was_leased(monkeypatch:
     grouped(2, body, Tenant(name="a", concurrency=2))
 
 
+@pytest.mark.parametrize("number", [1, 2], ids=["new-limiter", "other"])
+def test_slots_of_a_tenant_that_was_removed_are_free_when_it_is_back(number: int) -> None:
+    async def body(lab: Lab, group: Group) -> None:
+        assert await group.take(number, "a", SLOT) is None
+        lab.network.crash("f0", silent=False)
+        await until(lambda: group.members[1].is_limiter)
+        await asyncio.sleep(2)
+        limiter = group.members[1]
+        assert limiter.of(group.tenants["a"]).levels().concurrency == 1
+        group.put_back(number, "a", SLOT)
+        assert await group.take(2, "a", SLOT) is None
+        for each in group.members:
+            each.retain(())
+        await asyncio.sleep(2)
+        assert limiter.of(group.tenants["a"]).levels().concurrency == 2
+
+    grouped(3, body, Tenant(name="a", concurrency=2))
+
+
 def test_without_a_limiter_each_has_its_share() -> None:
     async def body(lab: Lab, group: Group) -> None:
         assert await group.take(1, "a", BEGIN) is None
