@@ -105,7 +105,7 @@ def test_transfer_frames(body: bytes, more: int) -> None:
 @given(damaged([]))
 def test_tickets(data: bytes) -> None:
     only(ProtocolError)(lambda: decode_ticket(data))
-    only(ProtocolError)(lambda: _read_tickets(data))
+    only(ProtocolError)(lambda: _read_tickets(data, b"proof"))
     only(ProtocolError)(lambda: meetings._decode_part(data))
     only(*MALFORMED)(lambda: handoffs._decode(data))
 

@@ -87,7 +87,7 @@ def network_of(kind: str, folder: Path, count: Callable[[str], None]) -> Network
     paths = [folder / name for name in ("chain", "key", "clients")]
     for path, content in zip(paths, (issued.chain_pem, issued.key_pem, issued.trusted_pem), strict=True):
         path.write_bytes(content)
-    return HttpsNetwork(ServerCertificate(*paths, SystemClock()), count)
+    return HttpsNetwork(ServerCertificate(*paths), count)
 
 
 async def until_closed(reader: asyncio.StreamReader) -> None:
