@@ -33,6 +33,7 @@ CLIENTS_PER_TENANT = 8
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Bench]:
     with Bench(tmp_path) as bench:
+        bench.add_commands()
         yield bench
 
 
