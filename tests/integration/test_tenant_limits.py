@@ -21,7 +21,7 @@ NUM_FRONTENDS = 8
 REQUESTS_PER_S = 20
 INPUT_TOKENS_PER_MINUTE = 1200
 PROMPT_TOKENS = 10
-SLOTS = 4
+SLOTS = 1
 LIMITS = {
     "requests": ("--requests-per-second", str(REQUESTS_PER_S)),
     "tokens": ("--input-tokens-per-minute", str(INPUT_TOKENS_PER_MINUTE)),
