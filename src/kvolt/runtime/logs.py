@@ -274,3 +274,8 @@ def _escape(text: str) -> str:
 def _quoted(value: object) -> str:
     text = str(value)
     return text if _BARE.fullmatch(text) else _escape(json.dumps(text, ensure_ascii=False))
+
+
+def is_logged(count: int) -> bool:
+    """Whether a repeated refusal is logged: the 1st, 2nd, 4th ... one. An attack must not fill the log."""
+    return count & (count - 1) == 0

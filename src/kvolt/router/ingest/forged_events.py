@@ -6,6 +6,7 @@ import logging
 
 from kvolt.core.endpoints import Instance
 from kvolt.runtime.events.port import Event
+from kvolt.runtime.logs import is_logged
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +22,7 @@ class ForgedEvents:
         if event.identity == instance.identity:
             return False
         self.num_events += 1
-        if self.num_events & (self.num_events - 1) == 0:  # the 1st, 2nd, 4th ...: it may be an attack
+        if is_logged(self.num_events):
             log.warning(
                 "event refused: topic=%s peer=%s reason=it is about %s of %s refused=%d",
                 event.topic,

@@ -19,7 +19,7 @@ import msgspec
 
 from kvolt.core.errors import AccessDenied, DeadlineExceeded, KvoltError, NotFound, Unavailable
 from kvolt.core.ids import InstanceId
-from kvolt.runtime.logs import bind_context
+from kvolt.runtime.logs import bind_context, is_logged
 from kvolt.runtime.plane.port import IncomingStream
 from kvolt.runtime.plane.streams import Decode
 from kvolt.runtime.security.access import check_call
@@ -128,7 +128,7 @@ class EndpointServer:
 
     def _log_denial(self, peer: Identity, endpoint: str) -> None:
         self._num_denied += 1
-        if self._num_denied & (self._num_denied - 1) == 0:  # the 1st, 2nd, 4th ...: it may be an attack
+        if is_logged(self._num_denied):
             log.warning(
                 "call refused: peer=%s endpoint=%s refused=%d", peer.uri, endpoint[:200], self._num_denied
             )

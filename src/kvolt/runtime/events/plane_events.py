@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections import deque
+from collections import Counter, deque
 from typing import Annotated, Any
 
 import msgspec
@@ -45,6 +45,8 @@ log = logging.getLogger(__name__)
 VERSION = 2
 MAX_STREAMS = 4096
 """Streams of subscribers to one publisher."""
+MAX_PUBLISHERS = 4096
+"""Publishers that one process follows: each has a task and streams."""
 _CONNECT_S = 5.0
 _RETRY_S = 1.0
 """Pause before a stream that ended or could not be opened is opened again; half to one and a half of it."""
@@ -107,6 +109,7 @@ class PlaneEvents:
         self._registered = RegisteredPublisher(discovery, key, options.lease_ttl_s, self._task_group)
         self._sources: dict[str, _Source] = {}
         """Other publishers, by discovery key."""
+        self._num_dropped = 0
         self._was_started = False
         self._is_open = False
         self._is_following = False
@@ -221,11 +224,27 @@ class PlaneEvents:
         identity = None if registration is None else parse_identity(registration.identity)
         if registration is None or identity is None or registration.version != VERSION:
             self._counters.rejected("registration", 1)
-            log.warning("event publisher ignored: key=%s reason=it has no cluster key", key)
+            reason = "it has no cluster key" if identity is None else "it has another version of kvolt"
+            log.warning("event publisher ignored: key=%s reason=%s", key, reason)
             return
         source = _Source(self._plane, publisher, registration, identity, self._subscriptions)
         self._sources[key] = source
         source.start(self._task_group)
+        if len(self._sources) > MAX_PUBLISHERS:
+            self._drop_source()
+
+    def _drop_source(self) -> None:
+        """Drop the newest publisher of the identity with the most: one that registers many displaces no others."""
+        counts = Counter(source.registration.identity for source in self._sources.values())
+        [(identity, _)] = counts.most_common(1)
+        key = next(
+            key for key in reversed(self._sources) if self._sources[key].registration.identity == identity
+        )
+        self._sources.pop(key).close()
+        self._counters.rejected("registration", 1)
+        log.warning(
+            "event publisher ignored: key=%s reason=too many publishers limit=%d", key, MAX_PUBLISHERS
+        )
 
 
 class _Subscriber:

@@ -37,6 +37,7 @@ from kvolt.runtime.clock import Clock
 from kvolt.runtime.discovery.port import Delete, Discovery, LeaseId, Put, Synced
 from kvolt.runtime.endpoint.server import EndpointServer, msgpack_decoder
 from kvolt.runtime.join.shares import LeaseShares
+from kvolt.runtime.logs import is_logged
 from kvolt.runtime.plane.port import IncomingStream
 from kvolt.runtime.security.access import check_registration
 from kvolt.runtime.security.identity import Identity
@@ -278,7 +279,7 @@ class JoinServer:
 
     def _evict_lease(self, lease: _Lease) -> None:
         self._num_evicted += 1
-        if self._num_evicted & (self._num_evicted - 1) == 0:  # an attack must not fill the log
+        if is_logged(self._num_evicted):
             log.warning(
                 "lease evicted: reason=join server full peer=%s keys=%d bytes=%d held=%s evicted=%d",
                 lease.peer_host,

@@ -12,6 +12,7 @@ import logging
 from collections import Counter
 from typing import Protocol
 
+from kvolt.runtime.logs import is_logged
 from kvolt.runtime.network import peer_group
 
 log = logging.getLogger(__name__)
@@ -71,9 +72,7 @@ class ByteBudget:
     def _shed_largest(self, peer: str) -> None:
         held = self._holders[peer]
         victim = max(held, key=held.__getitem__)
-        if (
-            self.num_shed & (self.num_shed + 1) == 0
-        ):  # the 1st, 2nd, 4th, 8th ...: an attack must not fill the log
+        if is_logged(self.num_shed + 1):
             log.warning(
                 "incomplete messages shed: peer=%s bytes=%d limit=%d shed_bytes=%d shed=%d",
                 peer,

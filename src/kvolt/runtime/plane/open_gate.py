@@ -13,6 +13,7 @@ import logging
 from collections import deque
 
 from kvolt.core.errors import Overloaded
+from kvolt.runtime.logs import is_logged
 from kvolt.runtime.network import peer_group
 from kvolt.runtime.plane.byte_budget import ByteBudget
 from kvolt.runtime.plane.port import ServeStream
@@ -117,7 +118,7 @@ class OpenGate:
             stream.on_released = peer.release
             return True
         self.num_refused += 1
-        if self.num_refused & (self.num_refused - 1) == 0:
+        if is_logged(self.num_refused):
             log.warning(
                 "stream refused: peer=%s reason=%s has %d open streams refused=%d",
                 peer_host,

@@ -13,6 +13,7 @@ import logging
 from collections import Counter
 
 from kvolt.core.errors import Cancelled, ConnectFailed, KvoltError, ProtocolError
+from kvolt.runtime.logs import is_logged
 from kvolt.runtime.network import (
     Listener,
     Network,
@@ -236,7 +237,7 @@ class TcpPlane:
         else:
             return None
         self.stats.refused_connections += 1
-        if self.stats.refused_connections & (self.stats.refused_connections - 1) == 0:
+        if is_logged(self.stats.refused_connections):
             log.warning(
                 "connection refused: peer=%s reason=%s has %d connections refused=%d",
                 connection.peer_name,

@@ -32,6 +32,7 @@ from msgspec import Meta
 
 from kvolt.core.errors import AccessDenied, ConfigError, ProtocolError
 from kvolt.runtime.clock import Clock
+from kvolt.runtime.logs import is_logged
 from kvolt.runtime.network import join_address, peer_group
 from kvolt.runtime.security.authority import ClusterAuthority
 from kvolt.runtime.security.identity import Identity, ProcessRole, peer_identity
@@ -151,7 +152,7 @@ class EnrollmentServer:
     def refuse(self, address: str, reason: str) -> Refused:
         self._count_outcome("enrollment_refused")
         self._num_refused += 1
-        if self._num_refused & (self._num_refused - 1) == 0:  # the 1st, 2nd, 4th ...: it may be an attack
+        if is_logged(self._num_refused):
             log.warning(
                 "enrollment refused: peer=%s reason=%s refused=%d", address, reason, self._num_refused
             )

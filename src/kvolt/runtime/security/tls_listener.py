@@ -18,6 +18,7 @@ from contextlib import AsyncExitStack, suppress
 from typing import cast
 
 from kvolt.core.errors import ProtocolError
+from kvolt.runtime.logs import is_logged
 from kvolt.runtime.network import join_address, listen_error, peer_group, split_address
 from kvolt.runtime.tasks import TaskGroup
 
@@ -228,7 +229,7 @@ class TlsListener:
     def _refuse(self, peer: str, outcome: str, reason: str) -> None:
         self._count_outcome(outcome)
         self._num_refused += 1
-        if self._num_refused & (self._num_refused - 1) == 0:  # the 1st, 2nd, 4th ...: it may be an attack
+        if is_logged(self._num_refused):
             log.warning("connection refused: peer=%s reason=%s refused=%d", peer, reason, self._num_refused)
 
 

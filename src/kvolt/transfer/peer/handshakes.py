@@ -15,6 +15,7 @@ from selectors import EVENT_READ, EVENT_WRITE
 from typing import Protocol
 
 from kvolt.core.errors import ConnectFailed, KvoltError, Overloaded, ProtocolError
+from kvolt.runtime.logs import is_logged
 from kvolt.runtime.security.identity import ProcessRole, identity_of
 from kvolt.transfer.peer.sockets import OnConnected
 from kvolt.transfer.reads.progress import ProgressThread
@@ -118,7 +119,7 @@ class Handshakes:
         is_refusal = isinstance(error, ssl.SSLError | KvoltError) and not isinstance(error, ssl.SSLEOFError)
         self.outcomes["refused" if is_refusal else "incomplete"] += 1
         self._num_refused += 1
-        if self._num_refused & (self._num_refused - 1) == 0:  # the 1st, 2nd, 4th ...: it may be an attack
+        if is_logged(self._num_refused):
             reason = _reason(error)
             log.warning("connection refused: peer=%s reason=%s refused=%d", group, reason, self._num_refused)
 

@@ -27,6 +27,7 @@ from kvolt.core.errors import (
     ProtocolError,
 )
 from kvolt.runtime.clock import Clock
+from kvolt.runtime.logs import is_logged
 from kvolt.runtime.network import peer_group
 from kvolt.runtime.plane.byte_budget import ByteBudget
 from kvolt.transfer.memory.slabs import Slab
@@ -239,7 +240,7 @@ class Hub:
     def _on_ticket_refused(self, reader: str) -> None:
         self.num_refused_reads += 1
         number = self.num_refused_reads
-        if number & (number - 1) == 0:  # the 1st, 2nd, 4th ...: it may be an attack
+        if is_logged(number):
             log.warning("ticket refused: peer=%s reason=made for another process refused=%d", reader, number)
 
     def offer(self, secret: bytes, offer: Offer) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from selectors import EVENT_READ, EVENT_WRITE
 
 from kvolt.core.errors import ConfigError, ConnectFailed, InvalidRequest
+from kvolt.runtime.logs import is_logged
 from kvolt.transfer.reads.progress import ProgressThread
 from kvolt.transfer.reads.wire import Address
 
@@ -294,6 +295,6 @@ class Listener:
             self._on_peer(sock)
         except Exception as error:
             self._num_refused += 1
-            if self._num_refused & (self._num_refused - 1) == 0:  # the 1st, 2nd, 4th ...: it may be an attack
+            if is_logged(self._num_refused):
                 log.warning("connection refused: reason=%s refused=%d", error, self._num_refused)
             sock.close()
